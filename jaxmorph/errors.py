@@ -1,6 +1,6 @@
 """The errors that end a command with a message instead of a traceback.
 
-`in_users_code` makes one of what a user's function raises, with the line of theirs that did.
+`in_users_code` turns what a user's function raises into one, with the line that raised it.
 """
 
 import inspect
@@ -27,8 +27,8 @@ class RunStoppedError(Exception):
     The message names the step and how to continue.
 
     Args:
-        exit_code: That of a process that SIGTERM has ended, 143, or Ctrl-C, 130, so that a
-            scheduler doesn't consider the run finished.
+        exit_code: As of a process that SIGTERM has ended, 143, or Ctrl-C, 130, so that a scheduler
+            doesn't consider the run finished.
     """
 
     def __init__(self, message: str, exit_code: int = 143) -> None:
@@ -61,11 +61,11 @@ def in_users_code(
 ) -> Iterator[None]:
     """Raise what a user's code raises in this block as a `UserError` that says where.
 
-    A `UserError` says all itself, and stays as it is.
+    A `UserError` is complete already, and stays as it is.
 
     Args:
-        doing: Whose code runs, in words.
-        function: The user's; its definition is the place if no line of the traceback is theirs.
+        doing: What runs, in words.
+        function: The user's; its definition is the place if no line of the traceback is the user's.
         otherwise: The place, if neither is known.
     """
     try:

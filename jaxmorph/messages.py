@@ -40,7 +40,7 @@ class StepTimelines:
     """The timelines of a step, for its trace.
 
     Attributes:
-        timelines: `planned` and `measured`: the JSON of each rank's `RankTimes`, unread.
+        timelines: `planned` and `measured`: the JSON of each rank's `RankTimes`, not parsed.
         around_change: Whether it is saved because a change is near.
         replica: Whose step it is.
     """
@@ -98,7 +98,7 @@ RunMessage: TypeAlias = (
 """All messages of a rank of a run; only `PhaseEnded` comes from other ranks than rank 0."""
 
 ReplicaMessage: TypeAlias = EventEmitted | StepTimelines | LinksChanged
-"""What rank 0 passes on of replicas that it is not in."""
+"""What rank 0 passes on for replicas other than its own."""
 
 
 def parse_run_message(data: Any) -> RunMessage:

@@ -1,4 +1,4 @@
-"""Writes to a terminal or pipe as far as it takes it: no run waits for a reader or fails with it.
+"""Writes as much as a terminal or pipe accepts: no run waits for a reader or fails with it.
 
 A pager that is stopped, Ctrl-S, `| head` and a closed shell block or refuse writes. So a thread
 writes, and drops what it can't pass on.
@@ -16,14 +16,14 @@ from typing import TextIO
 
 _MOST_PENDING_BYTES = 1 << 20
 _CHUNK_BYTES = 4096
-_PATIENCE_S = 2.0  # for a reader that takes nothing, at the end
+_PATIENCE_S = 2.0  # at the end, for a reader that takes nothing
 
 
 class BestEffortOutput(io.TextIOBase):
     """A text stream whose writes neither block nor fail.
 
-    While its reader takes nothing, a megabyte waits and what comes then is dropped. Once its reader
-    is gone, all is.
+    While its reader takes nothing, up to a megabyte waits and further writes are dropped. Once its
+    reader is gone, all writes are dropped.
 
     Args:
         notice: A line for standard error once the reader is gone; empty: none.
@@ -70,7 +70,7 @@ class BestEffortOutput(io.TextIOBase):
         return len(text)
 
     def drain(self, patience_s: float = _PATIENCE_S) -> None:
-        """Wait until all is written, for so long without progress at most."""
+        """Wait until all is written, for at most `patience_s` without progress."""
         with self._changed:
             while self._num_pending_bytes and not self._is_gone:
                 before = self._num_written
@@ -127,7 +127,7 @@ _opened: dict[int, BestEffortOutput] = {}
 def best_effort(stream: TextIO, notice: str = "") -> TextIO:
     """A stream that writes to the same place as far as it can.
 
-    One that leads elsewhere, such as a `StringIO`, stays as it is.
+    A stream that leads elsewhere, such as a `StringIO`, is returned as it is.
     """
     try:
         fd = stream.fileno() if isinstance(stream, io.TextIOWrapper) else -1
@@ -141,7 +141,7 @@ def best_effort(stream: TextIO, notice: str = "") -> TextIO:
 
 
 def drain(stream: object) -> None:
-    """Wait a little until a stream has written all; only one of `best_effort` has to."""
+    """Wait a little until a stream has written all; only those of `best_effort` need it."""
     if isinstance(stream, BestEffortOutput):
         stream.drain()
 

@@ -1,6 +1,6 @@
 """Where virtual stages run: which chunk of which rank is which part of the pipeline.
 
-All that depends on it asks a `Placement`: neighbours, links, and the ranks of the two ends.
+A `Placement` knows what depends on it: neighbours, links, and the ranks of the two ends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -108,17 +108,17 @@ class Replica:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other."""
+        """Whether there is no other replica."""
         return self.count == 1
 
     def share(self, array: Any) -> Any:
-        """Its microbatches of an array whose first axis are those of the step."""
+        """This replica's microbatches of an array whose first axis is the step's microbatches."""
         size = len(array) // self.count
         return array[self.index * size : (self.index + 1) * size]
 
 
 ALONE = Replica()
-"""The only one."""
+"""The only replica."""
 
 
 class Position(NamedTuple):
@@ -151,7 +151,7 @@ class Layout:
         return cls(tuple(map(tuple, of_replica)), tuple(host_of))
 
     def on_hosts(self, names: Sequence[str]) -> "Layout":
-        """The same, with each rank on the host of this name."""
+        """The same layout, with each rank on the host that `names` has for it."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return replace(self, host_of=tuple(numbers[name] for name in names))
 
@@ -188,7 +188,7 @@ class Layout:
         return [rank for rank, own in enumerate(self.host_of) if own == host]
 
     def between(self, hosts: tuple[int, int]) -> list[tuple[int, int]]:
-        """The pairs of ranks of which the first host has one, and the second the other."""
+        """The pairs of a rank on the first host and a rank on the second."""
         low, high = hosts
         return [*product(self.on(low), self.on(high))]
 

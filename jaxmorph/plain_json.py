@@ -11,7 +11,7 @@ The type of a field decides how it is written where JSON has no such type:
 - A number that is not finite is ``Infinity``, ``-Infinity`` or ``NaN``, as Python reads it.
 - Bytes are their base64 text, or stand apart (`dump_apart`).
 
-What is kept in files has a checksum (`with_sum`), so that no damaged value is taken for another.
+JSON in files has a checksum (`with_sum`), so that no damaged value is taken for a valid one.
 
 This module does not use pydantic, because ranks need it to exchange messages and the GPU check
 (`benchmarks.gpu`) runs ranks with only JAX, Flax, Optax and NumPy installed.
@@ -65,7 +65,7 @@ def _as_json(value: Any) -> Any:
 
 
 def dump_apart(value: Any) -> tuple[str, bytes]:
-    """As `dump`, but bytes are returned by themselves: the JSON has their number and checksum.
+    """As `dump`, but bytes are returned separately: the JSON has their number and checksum.
 
     Base64 would take ten times as long. `with_parts` puts them back.
     """
@@ -84,10 +84,10 @@ def with_parts(data: Any, read: Callable[[int], bytes], where: str) -> Any:
     """The result of `json.loads`, with the bytes that `dump_apart` took out.
 
     Args:
-        read: Returns the next bytes, as many as asked for; less at their end.
+        read: Returns the next bytes, as many as asked for; fewer at their end.
 
     Raises:
-        EOFError: There are less bytes.
+        EOFError: There are fewer bytes.
         ParseError: There are other bytes than were written.
     """
     if isinstance(data, list):
@@ -122,7 +122,7 @@ def with_sum(line: str) -> str:
 
 
 def without_sum(data: Any, where: str) -> Any:
-    """Takes the checksum out of the result of `json.loads`, if it has one, as in files it has.
+    """Takes the checksum out of the result of `json.loads`, if it has one, as those of files do.
 
     Raises:
         ParseError: The object is not the one that was written.
@@ -329,7 +329,7 @@ def _mapping_reader(keys: Any, values: Any) -> _Read:
 
 
 def _read_parts(names: Iterable[Any], reads: Iterable[_Read], values: Collection[Any]) -> list[Any]:
-    """Reads each value; an error has its name."""
+    """Reads each value; an error names the value."""
     found: list[Any] = []
     try:
         for read, value in zip(reads, values, strict=False):

@@ -2,7 +2,7 @@
 
 A process stamps whenever it makes progress. It says how long it may take from one stamp to the
 next, and what it does or waits for. Its own watchdog, its sidecar and its launcher see whether the
-count of stamps still grows. They compare no clocks, and none can disturb what it writes:
+count of stamps still grows. They compare no clocks, and can't disturb what the process writes:
 
 =====  =============================================================================
 word   holds
@@ -12,8 +12,8 @@ word   holds
 2-9    signs of life of its sidecars, each of which alone writes its own
 =====  =============================================================================
 
-After the words comes a text in UTF-8, filled up with zeros: what it does. Stamps are made in every
-instruction, so the text is written less often: when a phase begins, and by the watchdog.
+After the words comes a text in UTF-8, padded with zeros: what the process does. Stamps are made in
+every instruction, so the text is written less often: when a phase begins, and by the watchdog.
 """
 
 import ctypes
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 5.0
-"""How long the errors of waits have, which say more, before a process without a stamp has stalled.
-"""
+"""Extra time before a process without a stamp counts as stalled: the errors of waits, which say
+more, come first."""
 
 LOOK_S = 1.0
-"""How often a page is looked at."""
+"""The interval at which a page is looked at."""
 
 MOST_SIDECARS = 8
 """How many sidecars can move the messages of a rank's links."""
@@ -41,7 +41,7 @@ OF_REPLICAS = MOST_SIDECARS
 """The number of the sidecar that moves what a rank sends other replicas."""
 
 OTHERS_WAIT_S = 2.0
-"""How long others leave to a stalled process to end itself; its sidecars leave seconds more."""
+"""How long others let a stalled process end itself; its sidecars wait seconds longer."""
 
 _LONGEST_LOOK_S = 2 * LOOK_S
 _STACKS_S = 0.5
@@ -90,7 +90,7 @@ class Progress:
         self._words = memoryview(memory)[: 8 * _NUM_WORDS].cast("Q")
 
     def stamp(self, doing: object = None) -> None:
-        """This process makes progress, with `doing` from now on."""
+        """Record that this process makes progress, and does `doing` from now on."""
         self._doing = doing
         self._words[_STAMPS] += 1
 
@@ -118,7 +118,7 @@ class Progress:
 
     @contextmanager
     def within(self, limit_s: float, what: str = "") -> Iterator[None]:
-        """For as long as this lasts stamps are due; a longer limit in force stays."""
+        """While the block runs, stamps are due; a longer limit in force stays."""
         phase, before_s = self._phase, self.limit_s
         self._phase = what or phase
         self._limit(max(limit_s, before_s))
@@ -148,7 +148,7 @@ class Progress:
 
 
 progress = Progress()
-"""Of this process, as there is one accelerator's queue and one training thread in it."""
+"""That of this process, which has one accelerator's queue and one training thread."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Silence:
         """What another look shows."""
         if count != self.count:
             return Silence(count, now_s)
-        # A reader that was stopped itself, perhaps together with the other, has not looked.
+        # A reader that was itself stopped, perhaps together with the process, has not looked.
         seen_s = min(now_s - self.looked_s, _LONGEST_LOOK_S)
         return Silence(count, now_s, self.lasts_s + seen_s)
 
@@ -192,7 +192,7 @@ class Stall:
 
 
 class StalledError(TimeoutError):
-    """This process has noticed by itself that it made no progress."""
+    """This process has itself noticed that it made no progress."""
 
     def __init__(self, stall: Stall) -> None:
         super().__init__(str(stall))
@@ -200,7 +200,7 @@ class StalledError(TimeoutError):
 
 
 class Page:
-    """Another process's page, or one's own.
+    """Another process's page, or this one's own.
 
     Args:
         fd: The caller closes it, as a mapping keeps a descriptor of its own.
@@ -242,11 +242,11 @@ class Page:
         return limit_s - self._silence.lasts_s if limit_s > 0 else float("inf")
 
     def stall(self, pid: int | None = None) -> Stall:
-        """What the process has stalled at, for the one that has found that out."""
+        """What the process has stalled at, for the caller that has found it stalled."""
         return Stall(self._silence.lasts_s, self.doing, pid is not None and is_stopped(pid))
 
     def stalled(self, pid: int, now_s: float, others_wait_s: float = OTHERS_WAIT_S) -> Stall | None:
-        """Whether another process has stalled, and has not ended itself for that."""
+        """The stall of another process, if it has stalled and not ended itself because of it."""
         return self.stall(pid) if self.look(now_s) < -others_wait_s else None
 
 
@@ -272,16 +272,16 @@ def write_stacks_of(pids: Iterable[int]) -> None:
     if pids := tuple(pids):
         for pid in pids:
             with suppress(ProcessLookupError):
-                # To its first thread, which then can't run on before it has written where it is.
+                # To its first thread, which then can't continue before it has written its stack.
                 ctypes.CDLL(None).tgkill(pid, pid, int(signal.SIGQUIT))
                 os.kill(pid, signal.SIGCONT)
         time.sleep(_STACKS_S)
 
 
 def continue_when_parent_ends() -> None:
-    """Ask the kernel for SIGCONT when this process's parent ends: a stopped one must end then too.
+    """Ask the kernel for SIGCONT when this process's parent ends: a stopped process must end too.
 
-    It notices by itself that its parent is gone, once it runs.
+    Once it runs, it notices that its parent is gone.
     """
     with suppress(Exception):  # a C library may lack it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -266,14 +266,15 @@ class StepRecord:
     replicas: tuple[ReplicaStep, ...] | None = field(default=None, metadata=_IF_KNOWN)
     """with `parallelism.data` above 1: of each replica `schedule`, `warmup_forwards`, `routes` and
     `predicted_step_s`, as its own plan has them, and `pipeline_s`, the seconds until its first
-    stage had its gradients, before they were summed; what stands outside is of replica 0"""
+    stage had its gradients, before they were summed; outside `replicas`, these fields are those of
+    replica 0"""
     tflops_per_device: float | None = field(default=None, metadata=_IF_KNOWN)
     """unless ops are paced or steps have several lengths: how fast each device computes the model,
-    in 10^12 floating-point operations a second. Products of matrices count, three times those of
-    the forward, and nothing that is computed again"""
+    in 10^12 floating-point operations a second. Only products of matrices count, three times those
+    of the forward; recomputation does not"""
     mfu: float | None = field(default=None, metadata=_IF_KNOWN)
-    """that as a share of what the device can do in bfloat16 by its data sheet (H100, H800, H200 and
-    A100)"""
+    """`tflops_per_device` as a share of the device's bfloat16 peak in its data sheet (H100, H800,
+    H200 and A100)"""
     skipped: bool = False
     """whether the update was skipped because the loss or a gradient was not finite"""
 
@@ -312,7 +313,7 @@ class Event:
     """of decisions: the measurements, and the predicted step time of each plan"""
 
     def of_replica(self, index: int) -> "Event":
-        """As the run records it of one of its replicas; those of replica 0 have no mark."""
+        """The event as the run records it for a replica; those of replica 0 have no mark."""
         if index == 0:
             return self
         if self.link is not None:
@@ -321,7 +322,7 @@ class Event:
 
     @property
     def replica(self) -> int:
-        """Which replica's it is, by the mark that `of_replica` makes."""
+        """Which replica the event is of, by the mark that `of_replica` makes."""
         mark = _REPLICA.match(self.link or self.detail)
         return int(mark[1]) if mark else 0
 
@@ -341,7 +342,7 @@ class Recovery:
         from_step: The step at which the run resumes.
         steps_again: How many finished steps were lost.
         phases_s: Seconds by phase (`PHASES`).
-        cut_off: Another failure, or the end of the run, interrupted the recovery.
+        cut_off: Whether another failure, or the end of the run, interrupted the recovery.
     """
 
     restart: int
@@ -368,7 +369,7 @@ class Goodput:
 
     Attributes:
         productive_s: Time in steps; a step that was done again counts once.
-        wall_s: From the first launch to the end of the last step, or of the last restart in vain.
+        wall_s: From the first launch to the end of the last step, or of the last failed restart.
     """
 
     productive_s: float

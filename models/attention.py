@@ -1,7 +1,7 @@
 """Causal self-attention: cuDNN's where the device has it, else matrix products and a softmax.
 
 Shape suffixes: B microbatch, T sequence, K width of a head, G heads of keys and values, R heads of
-queries that share one of those, H = G * R, Q = R * T.
+queries that share one of these, H = G * R, Q = R * T.
 """
 
 import math
@@ -43,8 +43,8 @@ def causal_attention(
     Args:
       q: queries [B, G, T, K], or [B, G, R, T, K] where R heads share keys and values.
       implementation: "xla", "cudnn", or "auto": cuDNN if the default device has it.
-      segments_BT: int32, the document of each position: the mean is over those of the same one.
-        None: all positions are of one document.
+      segments_BT: int32, the document of each position: the mean is over positions of the same
+        document. None: all positions are of one document.
 
     Raises:
       ValueError: "cudnn" was requested, and the device doesn't have it.
@@ -87,8 +87,8 @@ def default_device() -> Any:
 def why_not_cudnn(sizes: AttentionSizes, device: Any) -> str | None:
     """Returns why a device has no cuDNN attention of these sizes, or None if it has.
 
-    It is compiled, once for each device and sizes, because cuDNN has no other way to report which
-    sizes it supports.
+    The attention is compiled, once for each device and sizes, because cuDNN has no other way to
+    report which sizes it supports.
     """
     if device.platform not in ("gpu", "cuda"):
         return f"JAX computes on {device.platform}, not on a GPU"

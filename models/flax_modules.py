@@ -1,8 +1,8 @@
-"""Adapters by which modules of Flax, NNX and Linen, are models in an embedding, layers and a head.
+"""Adapters that turn Flax modules, of NNX or Linen, into models of an embedding, layers and a head.
 
 `nnx(make_module)` and `linen(module)` return an object with the functions that such a model has:
-`init_embed`, `embed`, and so on. A part of it is an attribute of the module, by its name, or what a
-function makes of the module. For example:
+`init_embed`, `embed`, and so on. Each part is an attribute of the module, given by its name, or is
+what a given function makes of the module. For example:
 
     class Block(nnx.Module):
         def __init__(self, rngs):
@@ -24,10 +24,10 @@ function makes of the module. For example:
 
     model = models.nnx(Decoder, embed="table", layers="blocks", head="output", loss=loss)
 
-Parts keep no state but their parameters. Dropout and other randomness follow from the key of each
-call: streams that a module of NNX keeps are seeded from it, and Linen's stream "dropout" is it.
-Without a key, in evaluations, a module is as `module.eval()` makes it. Where a `__call__` names
-`key`, `rngs` (NNX), `deterministic`, `train` or `extras`, it is passed that.
+Parts keep no state except their parameters. Dropout and other randomness follow from the key of
+each call: it seeds the streams that a module of NNX keeps, and is Linen's stream "dropout". Without
+a key, in evaluations, a module is as `module.eval()` makes it. A `__call__` is passed those of
+`key`, `rngs` (NNX), `deterministic`, `train` and `extras` that it names.
 """
 
 import dataclasses
@@ -239,7 +239,7 @@ def _nnx_values(module: Any) -> dict[str, str]:
 
 
 def _tied_parameters(module: Any, parts: Mapping[str, Any]) -> Iterable[tuple[Path, Path]]:
-    """Pairs of paths of the parameters that embedding and head share; every one has a part."""
+    """Paths of parameters that embedding and head share; checks that each parameter has a part."""
     seen: dict[int, tuple[str, Path]] = {}
     tied = []
     for name in ("embed", "head", *(name for name in parts if name not in ("embed", "head"))):
@@ -296,8 +296,8 @@ def linen(
         it takes the targets too, and returns the float32 sum of the losses.
       tied: pairs (path in the embedding's parameters, path in the head's) of shared parameters.
       aux_weights: if layers return (activations, auxiliary losses by name), their weights.
-      partition_specs: as of `nnx`; where a module gives a split parameter's size itself, it divides
-        it by `tensor_axis.num_shards()`, because Linen checks the sizes of parameters.
+      partition_specs: as of `nnx`. A module that gives the size of a split parameter divides it by
+        `tensor_axis.num_shards()`, because Linen checks the sizes of parameters.
 
     Raises:
       ValueError: the module doesn't have these parts, or keeps more than parameters.
@@ -355,7 +355,7 @@ def _linen_part(
 
 
 def _check_shared(parts: Mapping[str, flax_linen.Module], tied: Iterable[Any]) -> None:
-    """Checks that parts which a function makes of the module's own ones say so by `tied`."""
+    """Checks that `tied` is given if a function makes a part from other parts of the module."""
     for name, part in parts.items():
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
@@ -381,7 +381,7 @@ def _linen_values(module: flax_linen.Module) -> dict[str, str]:
 
 
 def _chosen(module: Any, name: str, part: Any, adapter: str) -> Any:
-    """The part of a module that is called by its attribute, or made by a function."""
+    """The part of a module that an attribute holds, or that a function makes."""
     try:
         if isinstance(part, str):
             part = getattr(module, part)

@@ -23,10 +23,10 @@ class ModelInPieces:
     Args:
       config: has `num_layers`, `attention`, and what `AttentionSizes` are made of; each module is
         built from it.
-      embedding: builds a module that maps tokens, their positions or None (which is from 0 on),
+      embedding: builds a module that maps tokens, their positions or None (then from 0 on),
         and a key or None to activations.
-      block: builds one layer of activations, segments or None, and a key or None, which keeps
-        shape and dtype.
+      block: builds a module that maps activations, segments or None, and a key or None to
+        activations of the same shape and dtype.
       head: builds a module that maps activations and targets to the summed loss, and has `logits`.
       tied: whether embedding and head share the parameter `token`.
 

@@ -33,12 +33,12 @@ def residual_scale(num_layers: int) -> float:
 def dropout(
     x_BTW: jax.Array, rate: float, key: jax.Array | None, split_axis: int | None = None
 ) -> jax.Array:
-    """Returns `x` with a share `rate` of its elements zero, and the others larger accordingly.
+    """Returns `x` with a share `rate` of its elements zero, and the others scaled up accordingly.
 
     Srivastava et al., "Dropout", 2014. Without a key, or at a rate of 0, nothing is dropped.
 
     Args:
-      split_axis: the axis along which devices have parts; the same elements are dropped then.
+      split_axis: the axis along which devices have parts, which does not change what is dropped.
     """
     if key is None or not rate:
         return x_BTW
@@ -89,7 +89,7 @@ class Linear(nnx.Module):
         self._split_axis = sequence_axis(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., inputs] to [..., outputs], where the kernel may have several axes of these."""
+        """Maps [..., inputs] to [..., outputs]; the kernel may have several axes of outputs."""
         kernel = self.kernel[...].astype(self._dtype)
         product = x @ kernel.reshape(len(kernel), -1)
         if self._sums_shards:

@@ -53,7 +53,7 @@ def check_divisible(sizes: object, names: Sequence[str], num_shards: int) -> Non
 
 
 def check_options(config: Any) -> None:
-    """Raises ValueError unless what all models have beside sizes is valid."""
+    """Raises ValueError unless the options that all models share are valid."""
     for name in ("tied", "sequence_parallel"):
         if not isinstance(getattr(config, name), bool):
             raise ValueError(f"{name}: got {getattr(config, name)!r}, expected true or false")
@@ -86,8 +86,8 @@ def preset_sizes(
     """Returns a preset's sizes with overrides.
 
     Args:
-      config: the dataclass of sizes. A run may set its fields in place of the preset's values, but
-        for those that follow from data and precision.
+      config: the dataclass of sizes. A run may set its fields in place of the preset's values,
+        except those that follow from data and precision.
 
     Raises:
       ValueError: an unknown preset or override.

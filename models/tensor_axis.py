@@ -3,7 +3,8 @@
 Each device runs the model's functions on its own part of the parameters, as `partition_specs` of
 the model split them, and on activations that are alike on all devices, or split along one axis. As
 in Megatron-LM (Shoeybi et al., 2019), a product with a matrix of split columns begins with
-`to_shards`, one of split rows ends with `sum_of_shards`. On one device all of this does nothing.
+`to_shards`, and one with a matrix of split rows ends with `sum_of_shards`. On one device all of
+this does nothing.
 """
 
 from collections.abc import Mapping
@@ -21,27 +22,27 @@ WHOLE, ROWS, COLUMNS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None,
 """A parameter that all devices have alike, and ones split along their first or second axis."""
 
 PartitionSpecs = Mapping[str, Any]
-"""Of "embed", "layer" and "head": a tree of `PartitionSpec`, each for all that is below it."""
+"""Of "embed", "layer" and "head": a tree of `PartitionSpec`, each for all parameters below it."""
 
 
 def num_shards() -> int:
     """Returns over how many devices parameters are split here."""
     try:
         return lax.axis_size(AXIS)
-    except NameError:  # no program of a stage, or one of a stage of one device
+    except NameError:  # outside a stage's programs, or on a stage of one device
         return 1
 
 
 def own_positions(length: int) -> jax.Array:
-    """Returns the positions in a whole axis of this device's part of it: int32 [length]."""
+    """Returns the positions of this device's part within the whole axis: int32 [length]."""
     positions = jnp.arange(length)
     return positions + lax.axis_index(AXIS) * length if num_shards() > 1 else positions
 
 
 def to_shards(x: jax.Array, split_axis: int | None = None) -> jax.Array:
-    """Returns `x`, alike on all devices, of which each computes another part of the result.
+    """Returns `x`, alike on all devices, for a product whose parts the devices compute.
 
-    So its gradient is the sum of the devices' own.
+    So the gradient of `x` is the sum of all devices' gradients.
 
     Args:
       split_axis: along which devices have parts of `x`, and get parts of its gradient; None: all
@@ -66,7 +67,7 @@ def sum_of_shards(x: jax.Array, split_axis: int | None = None) -> jax.Array:
 def used_on_parts(parameter: jax.Array, split_axis: int | None) -> jax.Array:
     """Returns a parameter that all devices have alike, to use on their parts of activations.
 
-    So its gradient is the sum of the devices' own.
+    So its gradient is the sum of all devices' gradients.
     """
     return parameter if split_axis is None else to_shards(parameter)
 
@@ -74,7 +75,7 @@ def used_on_parts(parameter: jax.Array, split_axis: int | None) -> jax.Array:
 def part_along(x: jax.Array, split_axis: int | None) -> jax.Array:
     """Returns this device's part of what is alike on all devices; the whole without an axis.
 
-    Such as of dropout's mask for a split value: drawn for the whole, it is that of one device.
+    Dropout's mask for a split value is drawn for the whole, so that it is that of one device.
     """
     if num_shards() == 1 or split_axis is None:
         return x
@@ -111,7 +112,7 @@ def rows_of(table: jax.Array, positions: jax.Array, split_axis: int | None = Non
     return sum_of_shards(rows, split_axis)
 
 
-# JAX's own gradient of a sum over devices sums once more: it takes the results to be different.
+# JAX's own gradient of a sum over devices sums once more: it assumes that their results differ.
 @jax.custom_vjp
 def _to_shards(x: jax.Array) -> jax.Array:
     return x

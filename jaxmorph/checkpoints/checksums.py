@@ -117,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """What `read` returns. Storage that fails for a moment damages no checkpoint: it is read again.
+    """What `read` returns; it is retried, as storage that fails for a moment is not damage.
 
     Raises:
         OSError: It failed every time, or there is no such file.
@@ -141,7 +141,7 @@ def _synced_sum(path: Path) -> FileSum:
 def _sum_of_file(file: Any, doing: str = "") -> FileSum:
     length, checksum = 0, 0
     while chunk := file.read(_CHUNK_BYTES):
-        if doing:  # a save reads beside training, whose stamps are its own
+        if doing:  # not in a save, which runs beside training: the stamps are training's
             progress.stamp(doing)
         length, checksum = length + len(chunk), crc32(chunk, checksum)
     return FileSum(length, f"{checksum:08x}")

@@ -57,10 +57,10 @@ def new_rank_file(folder: Path, rank: int) -> Path:
 
 
 def require_plain(folder: Path, key: str) -> None:
-    """Requires a path in which Orbax finds its files: it looks for them by patterns.
+    """Requires a path without pattern characters: Orbax looks for its files by patterns.
 
     Args:
-        key: That of the configuration that names the folder.
+        key: The configuration key that names the folder.
 
     Raises:
         UserError: The path has characters that have another meaning in patterns.
@@ -126,13 +126,13 @@ class CheckpointFolder:
             raise UserError(f"{path}: {' '.join(str(error).split())}") from error
 
     def begin(self, manifest: Manifest) -> None:
-        """Writes a draft of the manifest before the parts; `commit_written` commits by it."""
+        """Writes a draft of the manifest before the parts; `commit_written` reads it."""
         unfinished = self.unfinished(manifest.step)
         unfinished.mkdir(parents=True, exist_ok=True)
         write_synced(unfinished / DRAFT, with_sum(json.dumps(manifest.to_json())).encode())
 
     def commit_written(self, num_recorded: int) -> tuple[int, ...]:
-        """Commits the checkpoints that all ranks had written when they were killed before agreeing.
+        """Commits checkpoints that are written, but whose ranks were killed before they agreed.
 
         No rank may be running.
 
@@ -199,7 +199,7 @@ class CheckpointFolder:
 
         Args:
             thorough: Read all files; otherwise compare only the lengths of the parts' files.
-            before: Look only at checkpoints of earlier steps; None: at all.
+            before: Look only at checkpoints of earlier steps; None: at all checkpoints.
 
         Returns:
             The step of the newest whole checkpoint, or None; and the newer ones, which are
@@ -248,7 +248,7 @@ class CheckpointFolder:
         for step in whole[:-keep]:
             with _adding_errors(remaining):
                 self.finished(step).rename(self.path / f"step_{step}.removed")
-        # Of later steps other ranks may be writing already.
+        # Other ranks may already be writing checkpoints of later steps.
         for path in self._left_overs(before=max(whole, default=0)):
             with _adding_errors(remaining):
                 shutil.rmtree(path)
@@ -280,7 +280,7 @@ class CheckpointFolder:
 
 @contextmanager
 def _adding_errors(lines: list[str]) -> Iterator[None]:
-    """Add the line of an error of the operating system, instead of raising it."""
+    """Add an error of the operating system as a line, instead of raising it."""
     try:
         yield
     except OSError as error:

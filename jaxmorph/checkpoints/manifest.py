@@ -21,7 +21,7 @@ from jaxmorph.errors import UserError
 MANIFEST = "manifest.json"
 SEAL = "manifest.seal"
 DRAFT = "manifest.draft"
-FORMAT = 3  # before, queries, keys and values of the shipped models lay in another order
+FORMAT = 3  # earlier formats had the shipped models' queries, keys and values in other orders
 TiedPaths = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
@@ -51,7 +51,7 @@ class Manifest:
         data: Identifies the text; None: not recorded.
         made_under: The plan in force, in words; empty: not recorded.
         link_states: The links that were not healthy, each in a few words.
-        parts: The sum of each part's list of files, in the order of `part_numbers`; None in a
+        parts: The checksum of each part's list of files, in the order of `part_numbers`; None in a
             draft.
     """
 
@@ -67,7 +67,7 @@ class Manifest:
 
     @property
     def is_of_script(self) -> bool:
-        """Whether only a script knows the run's model. A user's own data may have no vocabulary."""
+        """Whether only a script knows the run's model; a user's data may lack a vocabulary too."""
         return self.vocab_size == 0 and self.config.data.factory is None
 
     @property
@@ -147,7 +147,7 @@ def damage_of(checkpoint: Path, *, thorough: bool, parts: slice = _ALL_PARTS) ->
 
     Args:
         thorough: Read all files; otherwise compare only the lengths of the parts' files.
-        parts: The parts to look at, by their numbers.
+        parts: The parts to look at, by their index in `part_numbers`.
 
     Raises:
         UserError: The manifest is whole, but of another version.

@@ -3,10 +3,10 @@
 A part is one virtual stage's state, with its layers stacked; the manifest says which layers. The
 parameters, and each tree of the optimizer's state with the same structure, have an embedding on the
 first virtual stage, layers on all, and a head on the last. A new part joins rows of saved stacks.
-State of no parameter, such as Adam's count, is the same in all parts. Optimizer state that replicas
-have divided is put together first.
+State that belongs to no parameter, such as Adam's count, is the same in all parts. Optimizer state
+that replicas have divided is joined first.
 
-A tree is a dictionary from key paths to leaves here.
+Here a tree is a dictionary from key paths to leaves.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -128,8 +128,8 @@ def read_part(
     leaf is read whole, a few leaves at a time, and unwanted rows are dropped at once.
 
     Args:
-        num_replicas: How many have written a share of the optimizer's state.
-        share: Read only that of this replica, of a virtual stage as it was saved; None: of all.
+        num_replicas: How many replicas have written a share of the optimizer's state.
+        share: Read only this replica's share, of a virtual stage as it was saved; None: read all.
 
     Returns:
         The tree, of numpy arrays, that the same virtual stage would have saved.
@@ -150,7 +150,7 @@ def read_part(
 
 
 def _key_of_whole(key: KeyPath) -> KeyPath:
-    """The key path of a leaf in a part that no replicas have divided."""
+    """The key path that a leaf has in a part that is not divided among replicas."""
     return key if share_axis(key) is None else (OPTIMIZER, *key[1:])
 
 
@@ -166,7 +166,7 @@ def _read_rows(
     Args:
         alike: The part with what is the same in all replicas.
         divided: The parts with the replicas' shares, which are joined leaf by leaf.
-        stored: The key path in the files of each leaf.
+        stored: Each leaf's key path in the files.
     """
     axes = {key: share_axis(stored[key]) for key in rows}
     whole = files.read_rows(
@@ -177,7 +177,7 @@ def _read_rows(
         name = stored[key]
         if axis is None:
             return whole[name]
-        # Divided along its rows, a leaf is joined first, and they are taken from the whole.
+        # A leaf that is divided along its rows is joined first, and rows are taken from the whole.
         wanted = {name: rows[key] if axis else ...}
         found = np.concatenate([files.read_rows(path, wanted)[name] for path in divided], axis)
         return found if axis else rows_of(found, rows[key])

@@ -102,8 +102,8 @@ class CheckpointSaver:
         emit: Takes an event's step, kind and detail, on rank 0.
         on_disk: Returns a future that is done once the records of all steps so far are on disk. A
             checkpoint is committed only then, so that a resumed run has no gap in them.
-        within_s: A save that isn't over after so many seconds has failed.
-        replica: That of this rank, where each replica saves its share.
+        within_s: A save that takes longer than this has failed.
+        replica: The rank's replica, where each replica saves its share.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class CheckpointSaver:
         self._on_disk = on_disk
         self._within_s = within_s
         self._replica = replica
-        self._stuck: Future[None] | None = None  # what was given up and has not ended
+        self._stuck: Future[None] | None = None  # an abandoned save that has not ended
         self._save: _Save | None = None
         self._last_failure = ""
         self._not_removed: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ class CheckpointSaver:
         """Copies this rank's parts to host memory and starts to write them."""
         if self._is_stuck:  # its copies are still in memory
             raise CheckpointError("an earlier save, which was given up, still writes")
-        self._stuck = None  # the error of its end would keep its copies
+        self._stuck = None  # else its error would keep its copies alive
         copies = _copied_to_host(parts)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
         manifest = self._describe(step) if self._rendezvous.rank == 0 else None
@@ -272,7 +272,7 @@ def _shortened(reason: str) -> str:
 def _copied_to_host(parts: Sequence[Tree]) -> Sequence[Tree]:
     """Copies of all arrays in pinned host memory, made one after another.
 
-    Each is whole before the next begins, so at most one is on its way, and the arrays may be
+    Each is complete before the next begins, so at most one is in flight, and the arrays may be
     donated afterwards.
     """
     leaves, form = jax.tree.flatten(list(parts))

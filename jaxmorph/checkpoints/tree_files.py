@@ -1,4 +1,4 @@
-"""Writes and reads trees of arrays with Orbax, each process by itself.
+"""Writes and reads trees of arrays with Orbax, each process independently.
 
 By default Orbax has all processes write one checkpoint together, with a barrier that is an
 accelerator collective: over a dead link it would never end. Here each process is configured as the
@@ -25,7 +25,7 @@ KeyPath = tuple[str, ...]
 """The keys that lead to a leaf of nested dictionaries."""
 Rows = slice | EllipsisType
 """Some rows of a leaf's first axis, or the whole leaf."""
-_AT_ONCE_BYTES = 1 << 30  # of leaves that are in memory whole before some of their rows are kept
+_AT_ONCE_BYTES = 1 << 30  # of whole leaves in memory, of which then only some rows are kept
 
 
 def leaves_of(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
@@ -70,7 +70,7 @@ class TreeFiles:
 
         Args:
             path: A new folder; it appears when it is complete.
-            tree: `jax.Array`s, each on one device; of none, the folder is empty.
+            tree: `jax.Array`s, each on one device; without any, the folder is empty.
 
         Raises:
             OSError: Some leaves are missing.
@@ -167,7 +167,7 @@ def rows_of(leaf: np.ndarray, rows: Rows) -> np.ndarray:
 def _as_replicated(array: jax.Array) -> jax.Array:
     """Declares an array of this process as replicated on another one; moves no data.
 
-    Orbax refuses arrays of one process where there are several. Its own
+    Orbax refuses an array of one process if there are several processes. Its own
     `fully_replicated_host_local_array_to_global_array` does the same.
     """
     if jax.process_count() == 1:

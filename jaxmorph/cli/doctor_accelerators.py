@@ -59,7 +59,7 @@ def _compile_attention(device: Any) -> None:
 def setting_facts(
     unknown: Callable[[Sequence[str]], frozenset[str]] = unknown_flags,
 ) -> Iterator[Fact]:
-    """What ranks on GPUs have set, unless the user does; whether this JAX knows each flag."""
+    """What ranks on GPUs set unless the user does, and whether this JAX knows each flag."""
     settings = {
         each: when
         for fails_over, when in ((False, "without failover: "), (True, "with failover: "))

@@ -69,7 +69,7 @@ def run_checks(
 ) -> Iterator[tuple[str, tuple[Fact, ...]]]:
     """What each check finds; one that raises becomes a fact, and the others still run.
 
-    They come one by one: a check of a hung device may never return.
+    Results come one by one, because a check of a hung device may never return.
     """
     for about, check in checks.items():
         yield about, tuple(_checked(check))

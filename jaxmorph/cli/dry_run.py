@@ -42,7 +42,7 @@ class _DryRun:
 
     Attributes:
         needs: The memory of its stages.
-        device: The device that it was traced for, in words.
+        device: The device that the run was traced for, in words.
         device_bytes: What JAX may take of that device; None: not reported.
         unreached: The parameters that no gradient reaches, in words; "" if there are none.
     """
@@ -191,7 +191,7 @@ def _host_lines(config: Config, host: "HostForecast") -> Iterator[str]:
     """What all ranks take together, and what the limit costs."""
     num_replicas = config.parallelism.data
     num_ranks = num_replicas * len(host.ranks)
-    # Without shares only replica 0 copies its state for a checkpoint.
+    # Without shares of the optimizer, only replica 0 copies its state for a checkpoint.
     copies = config.num_optimizer_shares
     of_each = (num_replicas * (own.total - own.checkpoint) for own in host.ranks)
     together = in_bytes(sum(of_each) + copies * sum(own.checkpoint for own in host.ranks))

@@ -53,10 +53,10 @@ class LayerCut:
 
 
 def parse_layers(options: Mapping[str, Any], fields: Mapping[str, Any]) -> LayerCut:
-    """Cut the layers of ``--layers-cost`` and its companions.
+    """Cut the layers that ``--layers-cost`` and its companion options describe.
 
     Args:
-        fields: The problem's; the ratios of F, B and W come from its costs, one number each.
+        fields: The problem's fields; the ratios of F, B and W come from its costs, one number each.
 
     Raises:
         UserError: An option is wrong.

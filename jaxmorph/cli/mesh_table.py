@@ -15,7 +15,7 @@ EXPECTED = "replicas x tensor devices of a stage x devices of a host, such as 2x
 
 
 def parse_mesh(text: str, num_stages: int) -> Layout:
-    """The layout of a mesh of the option ``--mesh``.
+    """The layout of the mesh that ``--mesh`` gives.
 
     Raises:
         UserError: The text is something else, or the mesh doesn't fit the hosts.

@@ -52,7 +52,7 @@ def export_model(run_dir: Path, step: int | None, to: Path | None) -> str:
 
 
 def _copy_tokenizer(config: Config, folder: Path) -> str:
-    """Copy the run's tokenizer.json beside the parameters; why not, if it is gone."""
+    """Copy the run's tokenizer.json beside the parameters; returns why not, if that fails."""
     named = config.data.tokenizer
     if named == "bytes":
         return ""

@@ -187,7 +187,7 @@ def _solve_all(problems: Mapping[str, Problem]) -> tuple[dict[str, Answer], dict
 
 
 def _compared(context: typer.Context, given: Given) -> dict[str, Problem]:
-    """The same problem with each schedule; ``--chunks`` applies to interleaved alone."""
+    """The same problem with each schedule; ``--chunks`` applies only to interleaved."""
     problems: dict[str, Problem] = {}
     names = [name.strip() for name in given["compare"].split(",")]
     if "chunks" in given and INTERLEAVED not in names:
@@ -217,7 +217,7 @@ def _changed(context: typer.Context, given: Given) -> dict[str, Problem]:
 
 
 def _fields(context: typer.Context, given: Given) -> dict[str, Any]:
-    """A problem's fields: given options override a run's measurements, and these the defaults."""
+    """A problem's fields: given options override a run's measurements, which override defaults."""
     chosen = options.problem_fields(given)
     fields = options.problem_fields(context.params) | {"chunks": given.get("chunks")}
     if "profile" in given:

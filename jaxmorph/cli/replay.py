@@ -106,7 +106,7 @@ _DECIDED = frozenset({
 
 
 def _is_decided(event: Event) -> bool:
-    """Whether a controller has found or decided it: all else in a run happens whatever it does."""
+    """Whether a controller has found or decided it; other events happen whatever it does."""
     of_sums = event.kind == EventKind.ROUTE_CHANGED and event.link is None
     return event.kind in _DECIDED and not of_sums
 
@@ -153,13 +153,13 @@ class _Replayed:
 
 
 def _events_of(moment: Moment, replica: int, time_s: float = 0.0) -> Iterator[Event]:
-    """What followed from an observation, as the run records it of a replica."""
+    """The events that followed from an observation, as the run records them for a replica."""
     for event in moment.events:
         yield Event(time_s, moment.step, **vars(event)).of_replica(replica)
 
 
 def _printed(moments: Iterable[Moment], replica: int, console: Console) -> Iterator[Moment]:
-    """The moments as they are, each printed when it comes; of differences only the first is."""
+    """Yields the moments unchanged, and prints each; of differences, it prints only the first."""
     has_differed, of = False, f"r{replica}: " if replica else ""
     for moment in moments:
         if moment.differs and not has_differed:
@@ -209,7 +209,7 @@ def _written(run_dir: Path, config: Config, of_replicas: Sequence[_Replayed], ou
 
 
 def _pipelines(fact: StepRecord) -> list[tuple[float, float | None]]:
-    """How many seconds each replica's pipeline took, and was to take."""
+    """How many seconds each replica's pipeline took, and was predicted to take."""
     if fact.replicas is None:
         return [(fact.step_s, fact.predicted_step_s)]
     return [(each.pipeline_s, each.predicted_step_s) for each in fact.replicas]
@@ -218,7 +218,7 @@ def _pipelines(fact: StepRecord) -> list[tuple[float, float | None]]:
 def _simulated(
     fact: StepRecord, steps: Mapping[int, _Step], slower: float, config: Config
 ) -> StepRecord:
-    """A step with what was simulated of some replicas; it is as long as that of the slowest one."""
+    """A step with some replicas' simulated results; it is as long as that of the slowest one."""
     took_s = [own_s for own_s, _ in _pipelines(fact)]
     steps = {replica: each for replica, each in steps.items() if replica < len(took_s)}
     if not steps:
@@ -256,11 +256,11 @@ def _events(
     records: Mapping[int, StepRecord],
     steps: Sequence[int],
 ) -> Iterator[Event]:
-    """The run's events, with what was simulated in place of what those replicas did meanwhile.
+    """The run's events, with simulated decisions in place of those that the replicas recorded.
 
     Args:
         records: The steps, with simulated ones.
-        steps: Those that are simulated, in order.
+        steps: The simulated steps, in order.
     """
     first, last = steps[0], steps[-1]
     simulated = {each.replica: each.steps for each in of_replicas if each.steps}

@@ -1,7 +1,7 @@
 """The blocks of a comparison: the parts that are measured in one go, each kept as one file.
 
-A block is one launch of a system's ranks, for one round of all conditions; of whole runs it is one
-run. All results are made from blocks, so a comparison that was ended loses the block at work.
+A block is one launch of a system's ranks, for one round of all conditions; with whole runs it is
+one run. All results are made from blocks, so a stopped comparison loses only the block in progress.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,13 +24,13 @@ FOLDER = "blocks"
 
 @dataclass(frozen=True)
 class RoundPlanned:
-    """A plan for one condition; each condition's is sent before the first round.
+    """A plan for one condition. One for each condition is sent before the first round.
 
-    Rounds with a trace, and those of a system that detects, send another when they end.
+    Rounds with a trace, and rounds of a system that detects, send another when they end.
 
     Attributes:
         condition: The condition's number.
-        plan: When a round ends, with a prediction for its mean delays.
+        plan: At the end of a round, its prediction is for the round's mean delays.
     """
 
     condition: int
@@ -43,7 +43,8 @@ class RoundMeasured:
 
     Attributes:
         condition: The condition's number.
-        blocking: For each step and stage, a share of the step; as `dependency` and `other`.
+        blocking: For each step and stage, a share of the step; the same for `dependency` and
+            `other`.
         peak_on_device: For each step and stage, the most stashes on the device at once.
         events: The number of events by kind.
         timeline: `Timeline.to_json` of the step nearest to the median.
@@ -77,7 +78,7 @@ class Block:
 
     Attributes:
         comparison: The comparison's name.
-        number: Of the system's block, from 1; of whole runs, that of the condition.
+        number: The number of the system's block, from 1; with whole runs, of the condition.
         provenance: With the load before and after.
         messages: Of the ranks, in their order.
         load_during: The load average of a minute at the end of each measured round.
@@ -134,7 +135,7 @@ class Block:
 
 
 def all_keys(compare: Compare) -> Iterator[Key]:
-    """All blocks in the order in which they are measured: each block of all systems in turn."""
+    """All blocks in the order of measurement: block 1 of every system, then block 2, and so on."""
     for number in range(1, compare.num_blocks + 1):
         for system in compare.systems:
             yield system, number
@@ -168,7 +169,7 @@ def reopen(
         say: Takes a line about each block that is damaged, which counts as missing.
 
     Raises:
-        UserError: It can't be written to, is in use, has something else, or has what another
+        UserError: It can't be written to, is in use, has other contents, or has blocks that another
             configuration measured.
     """
     try:
@@ -196,7 +197,7 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
 def _require_same(
     config: Config, was: Config, wanted: Compare, directory: Path, blocks: Sequence[Block]
 ) -> None:
-    """Require that blocks were measured with a configuration; `was` is that in their directory."""
+    """Require that blocks were measured with `config`; `was` is the one in their directory."""
     if was.compare is None:
         raise UserError(f"--resume: got {directory}, the directory of a run, not of a comparison")
     if not (directory / FOLDER).is_dir():

@@ -54,10 +54,10 @@ def run_comparison(
     """Measure the blocks that a comparison lacks; all if it is new.
 
     Args:
-        given: The configuration's path, which a directory to resume has itself, and overrides.
+        given: The configuration's path and overrides. With the directory to resume, overrides only.
         resume: The comparison's directory; "auto": the configuration's `run.dir`, which may be new;
             None: a new one.
-        redo_disturbed: Whether blocks that were measured beside other work are measured again.
+        redo_disturbed: Whether to measure again the blocks that other work disturbed.
 
     Returns:
         The number of systems that failed.
@@ -96,7 +96,7 @@ def _changes(blocks: Iterable[Block], now: Provenance) -> Iterator[str]:
 
 
 def _configuration(given: Sequence[str], resume: str | None) -> tuple[Path, Sequence[str]]:
-    """The path of a comparison's configuration, and what is overridden there."""
+    """The path of a comparison's configuration, and its overrides."""
     first, others = given[:1], given[1:]
     named = [each for each in first if "=" not in each or _is_file(each)]
     if resume in (None, "auto"):
@@ -120,7 +120,7 @@ def _configuration(given: Sequence[str], resume: str | None) -> tuple[Path, Sequ
 def _is_file(word: str) -> bool:
     try:
         return Path(word).is_file()
-    except OSError:  # an override that is longer than a name may be
+    except OSError:  # an override that is too long for a file name
         return False
 
 
@@ -160,7 +160,7 @@ def _measure(results: "_Results", keys: Sequence[Key], command: str, view: Matri
 
 
 def _place(number: int, num_blocks: int, num_left: int, took_s: Sequence[float]) -> str:
-    """Which of a system's blocks is next, and how long all that are left may take.
+    """Which of a system's blocks is next, and how long the remaining blocks may take.
 
     Args:
         took_s: How long blocks took.
@@ -180,7 +180,7 @@ def _checked(path: Path, overrides: Sequence[str], config: Config) -> Compare:
         except UserError as error:
             placed = located_error(path, overrides, error)
             raise UserError(f"{placed} (for system {system!r})") from error
-    if not config.compare.has_whole_runs:  # whose traces are checked with the runs
+    if not config.compare.has_whole_runs:  # traces of whole runs are checked with the runs
         _check_traces(path, overrides, config.compare, config.parallelism.stages)
     return config.compare
 
@@ -216,7 +216,7 @@ class _Results:
         self.blocks = dict(blocks)
 
     def missing(self, *, redo_disturbed: bool) -> list[Key]:
-        """The blocks that are missing or failed, and those that were disturbed if asked for."""
+        """The blocks that are missing or failed and, if asked for, those that were disturbed."""
         return [
             key
             for key in all_keys(self.wanted)
@@ -227,7 +227,7 @@ class _Results:
 
     @property
     def failed(self) -> set[str]:
-        """The systems with a block that failed, or with a whole run that did."""
+        """The systems with a failed block or a failed whole run."""
         return {
             block.system
             for block in self.blocks.values()
@@ -240,7 +240,7 @@ class _Results:
         return comparison_matrix(self.wanted, self.name, blocks.values(), self.notes)
 
     def keep(self, block: Block) -> None:
-        """Write a block's file; one that failed is kept unless the block was measured before."""
+        """Write a block's file, but never replace a complete block with a failed one."""
         before = self.blocks.get(block.key)
         if block.failure is None or before is None or before.failure is not None:
             write_block(self.directory, block)
@@ -292,7 +292,7 @@ def _failure(name: str, make: Callable[[], object]) -> str | None:
 
 
 def _run_ranks(block: Block, results: _Results, view: MatrixView, place: str) -> Block:
-    """Measure a block of a system by its ranks; returns it, with why it failed if it did."""
+    """Measure a block of a system by its ranks; returns it, with the reason if it failed."""
     system, config, before = block.system, results.config, processor_times()
     lines = StartLines(lambda line: view.update(results.matrix(), f"{system} is starting: {line}"))
 
@@ -330,7 +330,7 @@ def _run_ranks(block: Block, results: _Results, view: MatrixView, place: str) ->
 
 
 def _run_whole(block: Block, results: _Results, view: MatrixView, place: str) -> Block:
-    """Make a whole run; returns it, with why it has to be made again if it was ended."""
+    """Make a whole run; returns it, with the reason to repeat it if it was stopped."""
     name, before = block.system, processor_times()
     condition = results.wanted.conditions[block.number - 1]
     run: Run | None = None
@@ -361,7 +361,7 @@ def _run_whole(block: Block, results: _Results, view: MatrixView, place: str) ->
 
 
 def _new_folder(within: Path, name: str) -> Path:
-    """A folder that doesn't exist yet: a run that was ended stays beside the next one."""
+    """A folder that doesn't exist yet: the folder of a stopped run is kept."""
     numbered = (within / f"{name}-again-{number}" for number in count(1))
     return next(path for path in chain([within / name], numbered) if not path.exists())
 

@@ -37,12 +37,12 @@ def declared_states(
     margin_of_jitter: float = 0.0,
     wire_mbps: float | None = None,
 ) -> dict[Link, LinkDelay]:
-    """The delays that conditions add to links, whatever their spans of steps and times.
+    """The delays that conditions add to links; their spans of steps and times don't matter.
 
     Args:
         message_bytes: Length of an activation or a gradient.
         margin_of_jitter: Standard deviations of a link's jitter to add to its latency.
-        wire_mbps: The bandwidth of healthy links, whose time is not added; None: no limit.
+        wire_mbps: The bandwidth of healthy links. Only time beyond it is added; None: no limit.
     """
     states: dict[Link, LinkDelay] = {}
     for link in sorted({Link(*condition.between) for condition in conditions}):
@@ -77,7 +77,7 @@ def _direction_ms(conditions: Sequence[LinkCondition], margin: float) -> float:
 
 
 def copy_ms_of(emulation: Emulation) -> float:
-    """How long an emulated message takes one copy between device and host memory."""
+    """How long one copy of an emulated message between device and host memory takes."""
     if emulation.message_bytes is None:
         return 0.0
     return 1e-6 * emulation.message_bytes / emulation.host_copy_gbps
@@ -86,7 +86,7 @@ def copy_ms_of(emulation: Emulation) -> float:
 def with_copies(link: LinkDelay, copy_ms: float) -> LinkDelay:
     """A link whose messages are copied at both ends, one after another at each.
 
-    Later messages wait for the slowest part. That all links of a rank share its copies is left out.
+    Later messages wait for the slowest part. This ignores that a rank's links share its copies.
     """
     waits = [max(ms, copy_ms) for ms in (link.forward_occupancy_ms, link.backward_occupancy_ms)]
     forward_ms = link.forward_latency_ms + link.forward_occupancy_ms + 2 * copy_ms - waits[0]
@@ -95,7 +95,7 @@ def with_copies(link: LinkDelay, copy_ms: float) -> LinkDelay:
 
 
 def wire_ms_of(emulation: Emulation) -> float:
-    """How long an emulated message takes the wire of a healthy link."""
+    """How long an emulated message occupies the wire of a healthy link."""
     if emulation.message_bytes is None or emulation.wire_mbps is None:
         return 0.0
     return 8e-3 * emulation.message_bytes / emulation.wire_mbps
@@ -121,7 +121,7 @@ class RoundLinks:
 
     Attributes:
         steady: In force throughout the round; an informed system gets them in advance.
-        traced: Changing by time or step; an informed system gets those that have passed.
+        traced: Changing by time or step; an informed system gets only past ones.
     """
 
     steady: tuple[LinkCondition, ...]
@@ -166,8 +166,8 @@ class DelayHistory:
             from_s: Start of the stretch, in seconds since the origin, for traces by time.
 
         Returns:
-            For each direction with a delay its mean latency, with the standard deviation as jitter;
-            for both routes, and for one where the trace names it.
+            For each direction with a delay, and each `route` that the trace's conditions have: the
+            mean latency, with the standard deviation as jitter.
         """
         found = (
             replace(_average(direction, own, steps, from_s, to_s), route=route)
@@ -215,7 +215,7 @@ def _mean_and_variance(stretches: _Stretches) -> tuple[float, float]:
 
 
 def _mean_bandwidth_mbps(stretches: _Stretches) -> float | None:
-    """By the time of a message, which is none where there is no limit."""
+    """The mean by a message's time, which is 0 where there is no limit."""
     limited = [
         (weight, min(limits))
         for weight, held in stretches

@@ -41,7 +41,7 @@ OVERLAPS = "overlaps"
 
 _WORTH = 0.01  # the least gain of delegating more links
 RECENT_S = 10.0
-"""An informed system plans for the delays of so many seconds."""
+"""An informed system plans for the delays of the last so many seconds."""
 _LEAST_CHANGE_MS, _LEAST_CHANGE = 1.0, 0.1  # a smaller change of delays needs no new plan
 
 
@@ -121,10 +121,10 @@ class ConditionPlanner:
         routes: Mapping[Link, Route],
         margin_of_jitter: float,
     ) -> Profile:
-        """The profile with what conditions, and routes other than the measured ones, add."""
+        """The profile under conditions, and on routes other than the measured ones."""
         then, now = delegated_links(self.measured_on), delegated_links(routes)
         copy_ms = copy_ms_of(self.config.emulation)
-        # Measured delays of delegated links hold emulated copies too, but not apart from the rest.
+        # Measured delays of delegated links include emulated copies, but not as a separate number.
         measured = {
             **_known(self.usual.get("direct", {}), then - now),
             **_known({} if copy_ms else self.usual.get("delegated", {}), now - then),
@@ -178,7 +178,7 @@ def _known(delays: Links, links: Collection[Link]) -> Links:
 def message_parts_ms(
     programs: Sequence[RankInstructions], emulation: Emulation
 ) -> Mapping[str, float]:
-    """How long a step's emulated messages take the busiest rank: see `PlannedRun`."""
+    """How long a step's emulated messages keep the busiest rank busy: see `PlannedRun`."""
     if emulation.message_bytes is None:
         return {}
     copy_ms = copy_ms_of(emulation)

@@ -21,7 +21,7 @@ _NOT_MEASURED = {
     "run": {"dir"},
     "model": {"folder"},
     "data": {"folder"},
-    "adaptation": {"enabled"},  # as each system has it
+    "adaptation": {"enabled"},  # each system sets it
     "restart_policy": {"compilation_cache"},
     "compare": {"systems", "bars", "reference", "reference_source"},
 }
@@ -30,7 +30,7 @@ _LENGTHS = "steps", "warmup_steps", "repeats", "profiling_steps"
 _STAT, _CPUINFO = Path("/proc/stat"), Path("/proc/cpuinfo")
 _IDLE = (3, 4)  # of a line's numbers: idle, and waiting for a disk
 _LEAST_S = 1.0  # over which counts in hundredths of a second say something
-_COUNTED = 8  # those after it are in the first two already; stolen time, the last, disturbs too
+_COUNTED = 8  # later ones are part of the first two; stolen time, the eighth, disturbs too
 
 
 def provenance(command: str, configuration: str | None = None) -> Provenance:
@@ -70,7 +70,7 @@ class ProcessorTimes:
         at_s: When, on a clock that never goes back.
         busy_s: How long the processors that this process may use were busy, all together; None:
             not known, as on macOS.
-        own_s: How long this process used one, and its children that have ended, with theirs.
+        own_s: How long this process, and its descendants that have ended, used processors.
     """
 
     at_s: float
@@ -110,9 +110,9 @@ def others_share(before: ProcessorTimes, after: ProcessorTimes, processors: int)
 
 
 def configuration_digest(config: Config) -> str:
-    """SHA-256 of all in a configuration that matters to what is measured.
+    """SHA-256 of everything in a configuration that affects what is measured.
 
-    That is how many steps a comparison takes, every other value that differs from its default, and
+    This is how many steps a comparison takes, every other value that differs from its default, and
     the contents of traces. A key that a later version adds changes no digest, nor does a changed
     default: the commit names the sources.
 
@@ -131,7 +131,7 @@ def configuration_digest(config: Config) -> str:
 
 
 def measured_differences(config: Config, other: Config) -> list[str]:
-    """The keys in which two configurations differ, of those that the digest is of."""
+    """The keys in which two configurations differ, among those that the digest covers."""
     now, then = (
         {
             f"{section}.{key}": value
@@ -145,7 +145,7 @@ def measured_differences(config: Config, other: Config) -> list[str]:
 
 
 def _commit(root: Path) -> str:
-    # A package's folder may lie in somebody else's repository, whose commit says nothing of it.
+    # A package's folder may lie in somebody else's repository, whose commit says nothing about it.
     if (root / ".git").exists():
         describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
         try:

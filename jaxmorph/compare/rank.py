@@ -107,7 +107,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     settings = stage_settings(
         healthy, cut.layers, rank, adapts=system.reroutes, shapes=parts.shapes
     )
-    if system.sends_take_compute and settings.pace is not None:  # it is there, by the configuration
+    if system.sends_take_compute and settings.pace is not None:  # the schema requires a pace
         settings = replace(settings, pace=replace(settings.pace, sends_take_compute=True))
     hardware = hardware_conditions(healthy.emulation, healthy.parallelism.stages)
     links, num_tied = EmulatedLinks(hardware), len(parts.model.tied)

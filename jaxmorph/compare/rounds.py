@@ -93,10 +93,10 @@ class RoundPaths:
 
 
 class RoundRecord:
-    """The current plan and the events of a round, recorded on a thread beside the steps.
+    """The current plan and the events of a round, recorded on a thread of its own.
 
     Args:
-        loop: The controller; None on all ranks but rank 0, which record nothing.
+        loop: The controller; None except on rank 0. The other ranks record nothing.
     """
 
     def __init__(self, in_force: PlanInForce, loop: ControlLoop | None) -> None:
@@ -119,7 +119,7 @@ class RoundRecord:
         self._submit(self._drop)
 
     def finish(self) -> None:
-        """Wait until everything is recorded; raises the first error of that."""
+        """Wait until everything is recorded; raises the first error."""
         self._thread.shutdown()
         for done in self._done:
             done.result()

@@ -25,8 +25,8 @@ class System:
         detects: Gets no delays in advance, and morphs when it detects slow links.
         memory: The cap on stashes: the configuration's (`config`), or one that plans keep
             (`capped`), or one beyond which stashes go to host memory (`offload`).
-        sends_take_compute: Delegated messages take compute from their senders, as an accelerator's
-            own sends do that run beside other kernels.
+        sends_take_compute: Delegated messages take compute from their senders, as sends do
+            that an accelerator runs beside other kernels.
         restarts: After a rank's failure: `never`, or from the last checkpoint, with compiled
             programs kept (`warm`) or not (`cold`).
         remaps: Where ranks may move a slow pair of hosts that sums gradients.
@@ -153,7 +153,7 @@ def _cap(config: Config, system: System) -> dict[str, int]:
 def route_choices(config: Config, system: System, slow: Sequence[Link]) -> Iterator[Config]:
     """The routes among which a system chooses: slow links delegated, then all links delegated.
 
-    A system that can't reroute has its configured routes alone.
+    A system that isn't informed, or can't reroute, has only its configured routes.
     """
     if not (system.is_informed and system.reroutes):
         yield config

@@ -77,7 +77,7 @@ def whole_config(config: Config, system: System, condition: Condition, directory
     """The configuration of a system's run under a condition."""
     own = system_config(config, system)
     steps = config.compare.steps if config.compare else config.run.steps
-    # By default nothing is kept from run to run, or the first one would start the slowest.
+    # By default nothing is kept from run to run: otherwise the first one would start the slowest.
     cache = own.restart_policy.compilation_cache
     restarts: Mapping[Restarts, Mapping[str, Any]] = {
         "never": {"max_restarts": 0, "compilation_cache": False},
@@ -197,7 +197,7 @@ def read_whole(
 def _held_up_s(events: Iterable[Event]) -> float:
     """How long failed direct paths held up their ends' queues.
 
-    Of paths that failed in one step the longest counts: the links of one card share a deadline.
+    Of paths that failed in one step, the longest counts: links of one card share a deadline.
     """
     of_steps: dict[int, float] = {}
     for event in events:

@@ -33,11 +33,11 @@ class Checkpoint(Section):
     """A folder that all ranks share; null: `checkpoints` in the run directory."""
 
     on_sigterm: Annotated[bool, Expected("true or false")] = True
-    """Let SIGTERM, SIGHUP and the first Ctrl-C save at the end of the step before the run ends."""
+    """On SIGTERM, SIGHUP and the first Ctrl-C, save at the end of the step before the run ends."""
 
     sigterm_deadline_s: Positive = 120.0
-    """Seconds after the signal at which the run ends without a save. Give the scheduler's grace
-    period the time of a step and a save."""
+    """Seconds after the signal at which the run ends even without a save. The scheduler's grace
+    period should be long enough for a step and a save."""
 
     @property
     def saves(self) -> bool:
@@ -119,7 +119,7 @@ def restarting_problems(
 
 
 def _saves_before_the_end(compare: Compare, checkpoint: Checkpoint) -> bool:
-    """Whether a run can have a checkpoint before it is over."""
-    if checkpoint.every_minutes not in (None, DEFAULT_MINUTES):  # the default hardly comes before
+    """Whether a run can have a checkpoint before it ends."""
+    if checkpoint.every_minutes not in (None, DEFAULT_MINUTES):  # the default rarely passes before
         return checkpoint.saves
     return bool(checkpoint.every_steps) and checkpoint.every_steps < compare.steps

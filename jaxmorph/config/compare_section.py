@@ -70,8 +70,8 @@ Systems = Annotated[
     Expected(f"a list of systems among {_SYSTEMS}"),
 ]
 _RESTARTING = ("restart", "restart-cold", "restart-zb")
-# Whole runs are made as `jaxmorph train` makes them, so a system that is given the condition's
-# latencies, as between the rounds of other comparisons, cannot be among them.
+# Whole runs are made as `jaxmorph train` makes them. So they exclude systems that are given a
+# condition's latencies, as other comparisons do between rounds.
 _ONLY_WHOLE = ("falcon", *_RESTARTING)
 _WHOLE_RUN_SYSTEMS = ("gpipe", "1f1b", "zb", "zb-delegated", "adaptive", *_ONLY_WHOLE)
 HEALTHY, PREDICTION, LOWER_BOUND = "healthy", "prediction", "lower bound"
@@ -91,8 +91,8 @@ class Condition(Section):
     """Pairs of hosts, as in `emulation.hosts`; with any, each system is a run of its own."""
 
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
-    """Links that change, on top of `links`. It starts again with each round; a regime takes the
-    next seed for each round, the same for all systems."""
+    """Links that change, on top of `links`. The trace starts again with each round; a regime takes
+    the next seed for each round, the same for all systems."""
 
     @property
     def is_healthy(self) -> bool:
@@ -101,31 +101,32 @@ class Condition(Section):
 
 
 class Bar(Section):
-    """What the runs of a comparison should hold: a value, or a ratio of two, between limits.
+    """What the runs of a comparison should meet: limits of a value, or of a ratio of two values.
 
-    It applies to each of `systems` under each of `conditions`.
+    The bar applies to each of `systems` under each of `conditions`.
     """
 
     systems: Systems
-    """The systems that it is about."""
+    """The systems to which the bar applies."""
 
     conditions: Annotated[
         Annotated[tuple[Text, ...], Field(strict=False)] | None,
         Expected("null, or a list of names of conditions"),
     ] = None
-    """The conditions in which it applies; null: all."""
+    """The conditions under which it applies; null: all."""
 
     value: Literal["step", "total", "blocked", "waiting", "on device"] = "step"
     """`step`: the median step; `total`: all steps together; `blocked`: the largest share of the
-    step in which a transfer blocks a stage; `waiting`: in which a ready op waits, for whatever
+    step in which a transfer blocks a stage; `waiting`: that in which a ready op waits, for whatever
     reason; `on device`: the most microbatches whose stash a device held at once."""
 
     over: Annotated[
         SystemName | Literal["healthy", "prediction", "lower bound"] | None,
         Expected(f"null, healthy, prediction, lower bound, or a system among {_SYSTEMS}"),
     ] = None
-    """What the value is divided by: the same value of another system under this condition or of the
-    same system under the healthy one, or the predicted step, or its lower bound. Null: nothing."""
+    """What the value is divided by. A system: its value under this condition; `healthy`: the same
+    system's value under the healthy condition; `prediction`: the predicted step; `lower bound`: its
+    lower bound. Null: nothing."""
 
     at_least: Annotated[float | None, Expected("null, or a number")] = None
     """The lower limit."""
@@ -162,18 +163,18 @@ class Compare(Section):
 
     repeats: Count = 2
     """Rounds of each condition. The systems take turns: one launch of a system is one round of all
-    conditions, a block, and begins from the same parameters. Finished blocks are kept when a
-    comparison is ended."""
+    conditions, a block, and begins from the same parameters. Finished blocks are kept if a
+    comparison ends early."""
 
     profiling_steps: CountOrZero = 8
-    """Steps on healthy links at the start of each block, for the costs that it plans with."""
+    """Steps on healthy links at the start of each block, for the costs that its plans use."""
 
     largest_spread: Annotated[float, Field(gt=1), Expected("a number above 1")] = 1.15
     """A run whose 90th percentile of steps is more than this times its 10th is marked noisy, except
     under a trace, where steps differ because delays do."""
 
     bars: Annotated[tuple[Bar, ...], Field(strict=False), Expected("a list of bars")] = ()
-    """What the runs should hold; the comparison prints each bar, met or missed."""
+    """What the runs should meet; the comparison prints whether each bar is met or missed."""
 
     reference: Annotated[
         dict[SystemName, Annotated[tuple[Positive | None, ...], Field(strict=False)]],
@@ -255,7 +256,7 @@ def compare_problems(compare: Compare, cut: Parallelism, num_hosts: int) -> Iter
 
 
 def _bar_problems(compare: Compare) -> Iterator[Problem]:
-    """Refuses bars that no run could be held against; the systems may be some of those named."""
+    """Refuses bars that no run could meet or miss; a bar may name systems that do not run."""
     names = [condition.name for condition in compare.conditions]
     for index, bar in enumerate(compare.bars):
         key = f"compare.bars.{index}"
@@ -277,7 +278,7 @@ def _bar_problems(compare: Compare) -> Iterator[Problem]:
 
 
 def _span_problems(key: str, link: EmulatedLink) -> Iterator[Problem]:
-    """Refuses spans of steps and cuts: a condition lasts a whole round, and a cut never ends it."""
+    """Refuses spans of steps and cuts: a condition lasts a round, and under a cut no round ends."""
     for name in ("cut", "from_step", "to_step"):
         value = getattr(link, name)
         if value != EmulatedLink.model_fields[name].default:

@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 
 
 def of_replica(by_name: Mapping[str, _Value], index: int) -> dict[str, _Value]:
-    """What is said of one replica's links, by their names within it; `r1:2-3` goes before `2-3`."""
+    """The values of one replica's links, by their names within it; `r1:2-3` overrides `2-3`."""
     split = [(name.rpartition(":"), value) for name, value in by_name.items()]
     of_all = {link: value for (replica, _, link), value in split if not replica}
     own = {link: value for (replica, _, link), value in split if replica == f"r{index}"}
@@ -33,7 +33,7 @@ def of_replica(by_name: Mapping[str, _Value], index: int) -> dict[str, _Value]:
 class Routes(Section):
     """How transfers travel: a link's route by its name (`2-3: delegated`), others by `default`.
 
-    With replicas `r1:2-3` is replica 1's link alone.
+    With replicas, `r1:2-3` is only replica 1's link.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -84,9 +84,9 @@ class Accelerator(BaseModel):
 
 
 class EmulatedPath(Section):
-    """An emulated condition of what lies between two ends.
+    """An emulated condition of the path between two ends.
 
-    Of several entries for a path, latencies and jitters add up, and the smallest bandwidth counts.
+    If a path has several entries, latencies and jitters add up, and the smallest bandwidth counts.
     """
 
     between: Annotated[tuple[CountOrZero, CountOrZero], Field(strict=False)]
@@ -121,7 +121,7 @@ class EmulatedPath(Section):
 class EmulatedLink(EmulatedPath):
     """The emulated condition of one link.
 
-    Of several entries for a link, latencies and jitters add up, and the smallest bandwidth counts.
+    If a link has several entries, latencies and jitters add up, and the smallest bandwidth counts.
     """
 
     between: Annotated[
@@ -137,15 +137,15 @@ class EmulatedLink(EmulatedPath):
     """The sending stage, for a condition of one direction; null: both directions."""
 
     replica: Annotated[CountOrZero | None, Expected("null, or the number of a replica")] = None
-    """The replica whose link it is, with `parallelism.data` above 1; null: that of each."""
+    """The replica whose link it is, with `parallelism.data` above 1; null: every replica's."""
 
 
 class EmulatedHosts(EmulatedPath):
     """The emulated condition of everything two hosts send each other.
 
     Messages between stages take its latency and bandwidth. A direct sum of gradients takes the
-    latency, without jitter, in each of its rounds, 2 (D - 1) for each bucket of gradients with D
-    replicas, and the bandwidth for all its bytes.
+    bandwidth for all its bytes, and the latency, without jitter, in each of its rounds: 2 (D - 1)
+    for each bucket of gradients, with D replicas.
     """
 
     between: Annotated[
@@ -172,7 +172,7 @@ class LinkTrace(Section):
     Instead of `file`."""
 
     seed: CountOrZero = 0
-    """Of the regime; each replica draws its own delays."""
+    """The seed of the regime; each replica draws its own delays."""
 
     duration_s: Annotated[
         float, Field(gt=0, le=3600), Expected("a number above 0, at most 3600")
@@ -219,10 +219,10 @@ HARDWARE: Mapping[str, Mapping[str, float]] = {
 
 
 class Emulation(Section):
-    """Op durations and links to emulate; planning never reads them, only what is measured."""
+    """Op durations and links to emulate; planning never reads them, only measurements."""
 
     preset: Annotated[Literal["h800"] | None, Expected("null or h800")] = None
-    """Sets `host_copy_gbps` and `wire_mbps`, where they are not given, to what is published of
+    """Sets `host_copy_gbps` and `wire_mbps`, where they are not given, to published values of
     hardware. `h800`: an H800 on PCIe 5.0 x16 (63 GB/s), with a 400 Gb/s card."""
 
     accelerator: Annotated[
@@ -244,23 +244,23 @@ class Emulation(Section):
     gradient_bytes: Annotated[Bytes | None, Expected("null, or a whole number of at least 1")] = (
         None
     )
-    """What a stage's gradients count as when replicas sum them; null: their own bytes."""
+    """How many bytes a stage's gradients count as when replicas sum them; null: their own size."""
 
     bucket_bytes: Bytes = 64 * 2**20
-    """Gradients that replicas sum at once, for the rounds of `hosts`; Megatron-LM's are 40 million
-    numbers or more. The default is what jaxmorph's own sums take."""
+    """Bytes of gradients that replicas sum at once, for the rounds of `hosts`; Megatron-LM's
+    buckets are 40 million numbers or more. The default is that of jaxmorph's own sums."""
 
     trace: Annotated[LinkTrace | None, TRACE_EXPECTED] = None
     """Links that change over time, on top of `links`."""
 
     message_bytes: Annotated[Bytes | None, Expected("null, or a whole number of at least 1")] = None
-    """What each message between stages counts as, for `wire_mbps`, `host_copy_gbps` and the
-    bandwidth of links. Null: its own bytes, which are few, and its copies take no time."""
+    """How many bytes each message between stages counts as, for `wire_mbps`, `host_copy_gbps` and
+    the bandwidth of links. Null: its own size, which is small, and its copies take no time."""
 
     host_copy_gbps: Positive = 25.0
     """Gigabytes (8 gigabits) per second of a copy between an emulated accelerator and host memory,
-    in each direction; 25 is about what PCIe 4.0 x16 reaches. Stashes take it, and with
-    `message_bytes` delegated messages."""
+    in each direction; 25 is about what PCIe 4.0 x16 reaches. It applies to stashes and,
+    with `message_bytes`, to delegated messages."""
 
     wire_mbps: Annotated[
         float | None, Field(gt=0), Expected("megabits per second above 0, or null")
@@ -285,9 +285,9 @@ class Failover(Section):
     """Whether a direct link whose path fails continues delegated, in the same step."""
 
     enabled: Annotated[Literal["auto"] | bool, Expected("auto, true or false")] = "auto"
-    """`auto`: if `adaptation.enabled` is true. It needs a data plane for every link, which
-    adaptation has anyway, and a message between both ends before each direct transfer, which is why
-    it is not on by default."""
+    """`auto`: if `adaptation.enabled` is true. Failover needs a data plane for every link, which
+    adaptation has anyway, and a message between both ends before each direct transfer; therefore it
+    is not on by default."""
 
 
 _MAX_LANES = 64
@@ -328,21 +328,21 @@ class Transport(Section):
     one connection is slower than the card."""
 
     sidecars: Annotated[Literal["auto", 1, 2, 4, 8], Expected("auto, 1, 2, 4 or 8")] = "auto"
-    """Sidecars of each rank, by which a channel's messages go in turns. `auto` measures the
-    processor time that a step's messages take one sidecar, and gives each rank as many as that
-    needs, within the cores that ranks leave free; with RDMA or emulated links it is 1."""
+    """Sidecars of each rank; a channel's messages go through them in turn. `auto` measures the
+    processor time that a step's messages take in one sidecar, and gives each rank as many sidecars
+    as that needs, within the cores that ranks leave free; with RDMA or emulated links it is 1."""
 
     chunk_bytes: Annotated[
         int,
         Field(ge=_MIN_CHUNK_BYTES, le=_MAX_CHUNK_BYTES),
         Expected(f"a whole number from {_MIN_CHUNK_BYTES} to {_MAX_CHUNK_BYTES}"),
     ] = 512 * 1024
-    """Bytes that are acknowledged, and sent again, as a whole. Larger chunks cost less processor
-    time; smaller ones spread a message over more lanes."""
+    """Bytes of a chunk, which is acknowledged, and sent again, as a whole. Larger chunks cost less
+    processor time; smaller ones spread a message over more lanes."""
 
     checksum: Annotated[bool | Literal["mac"], Expected("true, false or mac")] = True
-    """Compare a CRC-32C (or CRC-32) of each chunk before acknowledging it. `mac` also finds what
-    someone on the network has changed, for more processor time: docs/explanation/security.md."""
+    """Compare a CRC-32C (or CRC-32) of each chunk before acknowledging it. `mac` also detects
+    changes by someone on the network, for more processor time: docs/explanation/security.md."""
 
     backend: Literal["tcp", "nixl"] = "tcp"
     """`nixl` is RDMA by NVIDIA's NIXL, see docs/how-to/rdma.md."""

@@ -61,7 +61,7 @@ def check_config(tree: Mapping[str, Any], name: str = "config") -> Config:
 def override_config(config: Config, overrides: Sequence[str], path: str | Path) -> Config:
     """Applies overrides to a run's configuration, whose file was at `path`.
 
-    Warm-up steps that followed from `run.steps` follow from a smaller one too, if need be.
+    Warm-up steps that were derived from `run.steps` are derived again if it is now below them.
 
     Raises:
         UserError: as `load_config`.
@@ -153,7 +153,7 @@ def _with_folder(section: str, tree: Mapping[str, Any], config_folder: Path) -> 
         # The folder of the module is recorded, since a resume may start in another directory.
         folder = next((each for each in places if _has_module(each, factory)), config_folder)
     elif not isinstance(folder, str) or not folder:
-        return dict(tree)  # which is refused
+        return dict(tree)  # the checks refuse it
     return {**tree, section: {**given, "folder": str(Path(folder).resolve())}}
 
 

@@ -48,14 +48,14 @@ IN_A_V: Literal["zb-v"] = "zb-v"
 """What `schedule.placement: auto` chooses, if not `adaptive`."""
 
 _STEP_SHARES = 4
-"""A failover takes one of this many parts of `timeouts.step_s`, which other ranks wait."""
+"""`timeouts.step_s` divided by this is the time for a failover, while other ranks wait."""
 
 
 class Config(BaseModel):
-    """One run, complete, and checked as far as that is possible without the model and the data.
+    """The whole configuration of a run, checked as far as possible without the model and the data.
 
-    Rules that depend on the model, such as at most as many stages as layers, are checked where it
-    is known, and `located_error` gives their errors the same form.
+    Rules that depend on the model, such as no more stages than layers, are checked once it is
+    known, and `located_error` gives their errors the same form.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -70,7 +70,7 @@ class Config(BaseModel):
     precision: Precision = Field(default_factory=Precision)
     stash: Literal["full", "recompute"] = "full"
     """`full` keeps what the backward needs. `recompute` keeps only each layer's input, and B runs
-    the layer again: less memory from F to B, for about a forward more of time."""
+    the layer again: this takes less memory from F to B, and about one more forward of time."""
 
     offload: Offload = Field(default_factory=Offload)
     limits: Limits = Field(default_factory=Limits)
@@ -103,7 +103,7 @@ class Config(BaseModel):
         return self.parallelism.data if self.optimizer.shard == "data" else 1
 
     def of_replica(self, index: int) -> "Config":
-        """The configuration as one replica sees it, without the links of others."""
+        """The configuration as one replica sees it, without other replicas' links."""
         if self.parallelism.data == 1:
             return self
         link_ms = of_replica(self.schedule.link_ms or {}, index)
@@ -186,9 +186,9 @@ class Config(BaseModel):
 
     @property
     def longest_backlog_s(self) -> float:
-        """The ops of one step on a stage, in seconds, at most; 0 where ops are not emulated.
+        """The longest time of one step's ops on a stage, in seconds; 0 where ops are not emulated.
 
-        In no plan does a transfer wait behind more than these on its stage's queue.
+        No plan makes a transfer wait longer than that behind ops on its stage's queue.
         """
         accelerator = self.emulation.accelerator
         times_ms = () if accelerator is None else accelerator.model_dump().values()

@@ -65,8 +65,8 @@ class Run(Section):
     """Where a run writes, its random seed and its length."""
 
     dir: Text = "runs/run"
-    """The run directory. Without a value `runs/` and the configuration file's name; if that is
-    taken, a number is appended."""
+    """The run directory. Without a value it is `runs/` and the configuration file's name; if that
+    is taken, a number is appended."""
 
     seed: CountOrZero = 0
     """Seeds the initial parameters, the order of the data, and the keys of random models."""
@@ -76,7 +76,7 @@ class Run(Section):
 
 
 SHIPPED_MODELS = ("gpt2", "llama")
-"""The models that come with jaxmorph, `jaxmorph.models.gpt2` for one, by their short names."""
+"""The short names of the models that come with jaxmorph, such as `jaxmorph.models.gpt2`."""
 _SHIPPED_MODEL = re.compile(rf"(?:(?:jaxmorph\.)?models\.)?({'|'.join(SHIPPED_MODELS)})")
 
 
@@ -131,13 +131,13 @@ class Data(Section):
         Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"),
         Expected("null, or a Python module's name"),
     ] = None
-    """Null: text. Or a Python module with a function `build_data`, an installed one, or one in
-    `folder` or in the current directory, called with `batch_size` (`batch.microbatches` times
+    """Null: text. Or a Python module, an installed one, or one in `folder` or in the current
+    directory. Its function `build_data` is called with `batch_size` (`batch.microbatches` times
     `batch.microbatch_size`), `sequence_length`, `seed` and `path`. It returns an object with
     `inputs(step)` and `targets(step)`, and maybe `extras(step)`: each a tree of arrays [batch_size,
-    ...], which follow from the step's number alone. Its `held_out`, an object of these methods, is
-    what `evaluation` uses, and its `digest`, text, tells whether a resumed run has the same data;
-    without one the module's source does."""
+    ...], which follow from the step's number alone. The object's `held_out`, which has the same
+    methods, is what `evaluation` uses. Its `digest`, a text, shows whether a resumed run has the
+    same data; without one the module's source does."""
 
     folder: Annotated[
         str | None, Field(min_length=1), Expected("null, or the folder of the factory's module")
@@ -169,7 +169,7 @@ class Data(Section):
     packing: Literal["none", "segments"] = "none"
     """With `none` a token sees all tokens before it in its sequence; with `segments` only those of
     its own document, in training and in evaluations. A document ends with the tokenizer's
-    separator. Positions begin again at 0 in each, and a separator has no target. The model's layers
+    separator, which has no target. Positions begin again at 0 in each document. The model's layers
     must take `extras`, as those of GPT-2 and Llama do."""
 
     held_out_fraction: Annotated[
@@ -200,9 +200,9 @@ class Parallelism(Section):
     """Pipeline stages; each is one process of a replica."""
 
     chunks: Count = 1
-    """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`, whose chunk c
-    of stage s is virtual stage c * stages + s, or `zb-v` and `dualpipe-v`, which have 2: down the
-    stages and back."""
+    """Virtual stages on each stage; above 1 only with `schedule.name: interleaved`, where chunk c
+    of stage s is virtual stage c * stages + s, or with `zb-v` and `dualpipe-v`, which have 2: down
+    the stages and back."""
 
     data: Count = 1
     """Replicas of the pipeline, which divide the microbatches of a step among them and add up their
@@ -246,16 +246,16 @@ class Batch(Section):
 class Schedule(Section):
     """The order of work on the stages, and how many microbatches a stage may hold.
 
-    Emulated links are never planned for as such: a run plans with what it measures.
+    A run plans with the links that it measures, never with the settings of emulated ones.
     """
 
     name: ScheduleName = "adaptive"
-    """`adaptive` plans for measured ops and links and is never longer than `paper`, the paper's
-    own algorithm. `initial` tolerates any link that turns slow later. The others have a fixed
-    order, as baselines."""
+    """`adaptive` plans for measured ops and links; its step is never longer than that of `paper`,
+    the paper's own algorithm. `initial` tolerates any link that turns slow later. The others have a
+    fixed order, as baselines."""
 
     placement: Literal["default", "auto"] = "default"
-    """Which stage runs which layers. `default`: as `name` has it. `auto`, with `name: adaptive`,
+    """Which stage runs which layers. `default`: that of `name`. `auto`, with `name: adaptive`,
     measures embedding, layer and head before the first step, and trains with `zb-v` where it
     predicts a step at least 2 % shorter on healthy links. That order is fixed: the run then does
     not adapt. The run's `config.yaml` has the schedule that was chosen."""
@@ -265,7 +265,7 @@ class Schedule(Section):
         Expected("null, a whole number of at least 1, or a list with one for each stage"),
     ] = None
     """The most microbatches that a stage may hold: a number, or a list with one per stage. Null:
-    no cap but the device's free memory, where the device reports it (CPUs don't)."""
+    no cap except the device's free memory, where the device reports it (CPUs don't)."""
 
     live_until: Literal["B", "W"] = "B"
     """Whether a microbatch counts as held until its B, as in the paper, or until its W, which is
@@ -275,11 +275,11 @@ class Schedule(Section):
         Bytes | ByteCounts | None,
         Expected("null, a whole number of at least 1, or a list with one for each stage"),
     ] = None
-    """The same cap in bytes of stash, held until W, by the sizes of the compiled stages; instead of
-    `max_live`."""
+    """The same cap in bytes of stash, counted until W, by the sizes of the compiled stages; to use
+    instead of `max_live`."""
 
     weight_group: Count = 1
-    """One W for so many microbatches in a row, a divisor of a replica's microbatches. Their
+    """How many microbatches in a row one W computes; a divisor of a replica's microbatches. Their
     gradients are then added to the sums together, which is faster where microbatches are small and
     weights large. But stashes wait longer, and fewer W fill bubbles."""
 
@@ -288,7 +288,7 @@ class Schedule(Section):
         Expected("null, or milliseconds of at least 0 by link, such as {2-3: 30}"),
     ] = None
     """Latencies in milliseconds, both directions, to plan with instead of the measured ones, such
-    as `{2-3: 30}`; with replicas `r1:2-3` is replica 1's link alone. Links that it does not name
+    as `{2-3: 30}`; with replicas, `r1:2-3` is only replica 1's link. Links that are not named
     are planned for as measured."""
 
     @property
@@ -313,11 +313,11 @@ class Optimizer(Section):
     """The peak, at the end of the warm-up; small models take more, 2e-3 for example."""
 
     warmup_steps: CountOrZero = 0
-    """Steps in which the rate rises from 0. A file without this key means a tenth of its
+    """Steps in which the rate rises from 0. If the file lacks this key, it is a tenth of
     `run.steps`."""
 
     weight_decay: NotNegative = 0.1
-    """Applies to matrices alone, not to biases and norms."""
+    """Applies only to matrices, not to biases and norms."""
 
     clip_norm: Annotated[float | None, Field(gt=0), Expected("a number above 0, or null")] = 1.0
     """The largest norm of the gradients of all stages together; null: no clipping."""
@@ -332,9 +332,10 @@ class Optimizer(Section):
     """Where the cosine ends, as a share of the peak."""
 
     shard: Literal["none", "data"] = "none"
-    """`data`: each of the replicas (`parallelism.data`) keeps the optimizer's state of its share of
-    the parameters alone, updates that share, and gets the others' from them (ZeRO, stage 1).
-    Results are the same but for the rounding of the norm. With one replica it has no effect."""
+    """`data`: each replica (`parallelism.data`) keeps the optimizer's state of only its share of
+    the parameters, updates that share, and gets the other shares from the other replicas (ZeRO,
+    stage 1). Results are the same except for the rounding of the norm. With one replica it has no
+    effect."""
 
     stop_after_skipped: Annotated[
         Count | None, Expected("null, or a whole number of at least 1")
@@ -405,8 +406,8 @@ class Adaptation(Section):
     """The upper limit of `dwell_steps` and `failback_steps` after doubling."""
 
     failback_steps: Count = 20
-    """Steps in a row for which both ends must find a failed direct path up before the link returns
-    to it. It doubles with each further failure of the path."""
+    """How many steps in a row both ends must find a failed direct path up before the link returns
+    to it. The number doubles with each further failure of the path."""
 
 
 class Offload(Section):
@@ -429,9 +430,9 @@ class Limits(Section):
 
     host_gib: Annotated[float | None, Field(gt=0), Expected("null, or a number above 0")] = None
     """The GiB of host memory that one rank may take for slots of delegated messages, offloaded
-    stashes and a checkpoint's copy; null: no limit. With fewer slots sends wait for one, as
-    predictions say. A limit in which no plan fits is refused. What replicas' delegated sums take is
-    not counted."""
+    stashes and a checkpoint's copy; null: no limit. With fewer slots, sends may wait for
+    one, which predictions include. A limit that no plan fits is refused. What replicas' delegated
+    sums take is not counted."""
 
     @property
     def host_bytes(self) -> int | None:
@@ -461,7 +462,7 @@ class Timeouts(Section):
     """How long ranks wait for one another, in seconds."""
 
     start_s: Positive = 120.0
-    """For all ranks to start, and for what they do then without a limit of its own. Raise it if
+    """For all ranks to start, and for what they then do that has no limit of its own. Raise it if
     importing JAX takes longer."""
 
     compile_s: Positive = 600.0
@@ -469,11 +470,11 @@ class Timeouts(Section):
     longer to choose."""
 
     restore_s: Positive = 300.0
-    """While a checkpoint is read: for the next part of it. However large it is, it may take as
-    long as it makes progress."""
+    """For each part of a checkpoint that is read. Reading a large one may take longer in all, while
+    it makes progress."""
 
     save_s: Positive = 1800.0
-    """For writing one checkpoint, which goes on beside training. Beyond it the save has failed."""
+    """For writing one checkpoint, beside training. A save that takes longer has failed."""
 
     step_s: Positive = 60.0
     """For any one message within a step; must exceed the longest time that a stage may keep

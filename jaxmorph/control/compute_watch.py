@@ -25,8 +25,8 @@ class ComputeNotice:
     Attributes:
         expected_ms: For one microbatch, in all chunks together.
         step: The step after which the change was found.
-        evidence: The medians of the steps that decided it. Its threshold is the distance from the
-            expected time, on either side, that is no change.
+        evidence: The medians of the steps that decided it. Its threshold is the largest distance
+            from the expected time, on either side, that counts as no change.
         reason: A sentence.
     """
 
@@ -61,7 +61,7 @@ class WatchedOp:
 
     @property
     def margin_ms(self) -> float:
-        """The distance from the expected time that is no change."""
+        """The largest distance from the expected time that counts as no change."""
         return max(self._least_margin_ms, _SPREADS * self.spread_ms)
 
     @property
@@ -132,7 +132,7 @@ def updated_costs(costs: StageCosts, notices: Iterable[ComputeNotice]) -> StageC
 
 
 def with_op_ms(costs: StageCosts, stage: int, kind: OpKind, measured_ms: float) -> StageCosts:
-    """The costs with one kind of op changed; of a full backward, what W doesn't take is B."""
+    """The costs with one kind of op changed; a full backward's time beyond W counts as B."""
     match kind:
         case OpKind.F:
             return replace(costs, forward_ms=_with(costs.forward_ms, stage, measured_ms))

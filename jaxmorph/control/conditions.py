@@ -24,7 +24,7 @@ def outlying_directions(
 ) -> frozenset[Direction]:
     """The directions that take much longer than most links on the same route.
 
-    They find links that were slow before the first measurement, which have no healthy history.
+    This finds links without a healthy history: they were slow before the first measurement.
 
     Args:
         routes: The routes on which the links were measured.
@@ -54,7 +54,7 @@ def with_typical_latencies(
 
 def _typical_ms(latencies_ms: Collection[float]) -> float:
     """The median; the lower one of two, as delays only add time; 0 without latencies."""
-    if len(latencies_ms) == _PAIR:  # their median is their mean, which none exceeds twice
+    if len(latencies_ms) == _PAIR:  # their median is their mean, and neither is over twice the mean
         return min(latencies_ms)
     return median(latencies_ms) if latencies_ms else 0.0
 
@@ -93,12 +93,12 @@ def links_under(
 
 
 def usual_delay(usual: UsualLinks, route: Route, link: Link) -> LinkDelay:
-    """The delay of a healthy link on a route; none where it was not measured."""
+    """The delay of a healthy link on a route; no delay where none was measured."""
     return usual.get(route, {}).get(link, LinkDelay())
 
 
 def _added_ms(verdict: Verdict | None, usual_ms: float, margin_of_jitter: float) -> float:
-    """The delay of a direction beyond the usual of its route; never less than 0."""
+    """The delay of a direction beyond the usual time on its route; never less than 0."""
     if verdict is None:
         return 0.0
     is_healthy = verdict.health is LinkHealth.HEALTHY

@@ -5,7 +5,7 @@ report. It uses no threads, clocks or files, so a run's decisions can be replaye
 observations. `training/control_loop.py` carries the commands out and feeds the answers back as
 observations. `controller_state` has the values.
 
-Another process plans beside training, so a decision goes through phases:
+Another process plans during training, so a decision goes through phases:
 
     Starting -> Idle -RequestCandidates-> AwaitingCandidates -ChooseCandidate-> Preparing
                  ^                                |                             ^     |
@@ -20,11 +20,11 @@ There is one decision at a time; findings (changes of links or ops) during it wa
 with exceptions. A link that turns slow in mid-step (`SlowLink`) takes back a plan that no exchange
 has announced (`WithdrawPlan`). If links change, `AwaitingCandidates` repeats its request once.
 `Probing` returns to `Idle` if links change, if a probe is late, if there is any finding when
-results come, or if results are missing for some steps. A decision to keep the plan, a failure of
-the planning process, in `Preparing` a path of the chosen plan that has failed meanwhile, and in
-`Changing` a change that ranks drop also lead back to `Idle`. An answer that the phase does not wait
-for is ignored. In `Idle` too the planning process may fail, as it also simulates steps; it is then
-replaced.
+results come, or if results are missing for some steps. These also lead back to `Idle`: a decision
+to keep the plan, a failure of the planning process, in `Preparing` a path of the chosen plan that
+has failed meanwhile, and in `Changing` a change that ranks drop. An answer that the phase does not
+wait for is ignored. The planning process also simulates steps, so it may fail in `Idle` too; it is
+then replaced.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -252,10 +252,10 @@ def _drop_probes(state: ControllerState, phase: Probing) -> ControllerState:
 
 
 def _request_if_due(state: ControllerState) -> Advance:
-    """Request candidates if they are due and no decision is under way.
+    """Request candidates if they are due and no decision is in progress.
 
-    Until a step of the plan in force has been measured, verdicts have the times of other routes;
-    then even a path that has failed waits, whose messages are delegated already.
+    Until a step of the plan in force has been measured, verdicts have the times of other routes,
+    so a request waits. Even a failed path can wait: its messages are delegated already.
     """
     if state.judged_routes not in (None, state.plan.routes):
         return Advance(state)
@@ -362,9 +362,10 @@ def _drop_change(state: ControllerState, dropped: Changing) -> Advance:
 
 
 def _undone(state: ControllerState, dwell: Dwell, findings: Findings) -> ControllerState:
-    """The state as if a candidate that was chosen had not been, with the findings that led to it.
+    """The state as if no candidate had been chosen, with the findings that led to the choice.
 
-    `ChooseCandidate` has made it the planning process's plan in force; another process undoes that.
+    `ChooseCandidate` has made the chosen one the planning process's plan in force. A new process
+    undoes that.
     """
     return replace(
         state,
@@ -376,12 +377,12 @@ def _undone(state: ControllerState, dwell: Dwell, findings: Findings) -> Control
 
 
 def _returning(state: ControllerState, restored: Iterable[Link]) -> tuple[Command, ...]:
-    """Have links return that were handed over, and that the plan which stays has direct.
+    """Return links that were handed over, if the plan in force stays and has them direct.
 
-    It waits while the plan has only just begun: the next one may delegate them.
+    They wait while the plan has only just begun: the next one may delegate them.
 
     Args:
-        restored: Those that have returned after this step.
+        restored: The links that have returned after this step.
     """
     waits = state.dwell.rests(state.step + _STEPS_TO_CHANGE)
     is_decided = isinstance(state.phase, Idle) and not (state.findings.is_due or waits)

@@ -238,7 +238,7 @@ class AwaitingCandidates:
     Attributes:
         step: The last observed step when it was sent.
         findings: Those that it includes.
-        again: Whether it repeats a request, as links had changed since.
+        again: Whether it repeats a request, because links had changed since.
     """
 
     step: int
@@ -273,9 +273,9 @@ class Changing:
     """`ChangePlan` waits for its `PlanChanged`, `PlanDropped` or `PlanWithdrawn`.
 
     Attributes:
-        dwell_before: The stays if it is dropped.
+        dwell_before: The stays to restore if the change is dropped.
         findings: Those that led to it.
-        slow: The links that it knows to be slow.
+        slow: The links that its decision knew to be slow.
     """
 
     change: PlanChange
@@ -291,9 +291,9 @@ Phase: TypeAlias = Starting | Idle | AwaitingCandidates | Probing | Preparing | 
 class Retries:
     """The failures of planning in a row, and when to retry.
 
-    A failure delays the next try by 4 steps, the next by 8, and so on up to 64. If a link has
-    turned slow or failed since, each of the first four failures delays it by 4 steps only. A
-    decision resets both.
+    The first failure delays the next try by 4 steps, the second by 8, and so on up to 64. If a
+    link has turned slow or failed since, each of the first four failures delays it by 4 steps only.
+    A decision resets the failures and the delay.
     """
 
     failures: int = 0
@@ -325,7 +325,7 @@ class Retries:
 
 @dataclass(frozen=True)
 class ControllerState:
-    """All that decisions depend on, beside the next observation.
+    """All that decisions depend on besides the next observation.
 
     Attributes:
         adapts: Whether the run adapts; if not, the controller only tracks failed direct paths.
@@ -356,7 +356,7 @@ class ControllerState:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Of all directions that have been seen."""
+        """The verdicts on all directions that have been seen."""
         return tuple(self.detector.verdicts.values())
 
 

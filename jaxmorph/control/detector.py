@@ -64,7 +64,7 @@ class Detector:
     def observe_late(
         self, step: int, direction: Direction, late_ms: Sequence[float], *, is_direct: bool
     ) -> tuple["Detector", list[Verdict]]:
-        """Mark a direction slow by messages of an unfinished step; nothing changes if it was."""
+        """Mark a direction slow by messages of an unfinished step, unless it is slow already."""
         watch = _watch(self.directions, direction)
         changes = watch.turned_slow(step, late_ms, is_direct=is_direct)
         return self._with(watch), changes
@@ -133,7 +133,7 @@ class Detector:
         )
 
     def _usual_ms(self, direction: Direction) -> dict[Route, float]:
-        """The time of a healthy message on each route for which it is known or can be derived."""
+        """The time of a healthy message on each route, where it is known or can be assumed."""
         found: dict[Route, Usual | None] = {
             route: self.usual(direction, is_direct=is_direct)
             for is_direct, route in _ROUTES.items()

@@ -80,8 +80,8 @@ def after_messages_in_time(
 ) -> dict[Direction, DirectionState]:
     """The next states of directions whose links are healthy and had no late message in a step.
 
-    Most steps of most links are so. At 64 stages a step has more messages than can be read one by
-    one beside training. The outcome is that of `DirectionWatch.observe`.
+    Most links are so in most steps. At 64 stages a step has more messages than can be read one by
+    one during training. The result is the same as that of `DirectionWatch.observe`.
     """
     read: dict[Direction, tuple[RouteState, np.ndarray]] = {}
     for direction, each in samples.items():
@@ -167,7 +167,8 @@ class DirectionWatch:
 
         Args:
             samples: Its last messages.
-            expected: The usual times until healthy messages have been seen, by whether direct.
+            expected: The usual times until healthy messages have been seen, by whether the route is
+                direct.
             known: Its verdict when the run last stopped. It outweighs the few samples.
         """
         for is_direct, usual in expected.items():
@@ -194,7 +195,7 @@ class DirectionWatch:
         A link that is slow from its first message on has no healthy history to compare with.
 
         Args:
-            expected: By the other directions; None: too few are known.
+            expected: The usual times by the other directions; None: too few are known.
         """
         if expected is None or self.verdict.health is not LinkHealth.HEALTHY:
             return []
@@ -206,7 +207,7 @@ class DirectionWatch:
         return self._transition(step, Trigger.ROSE, is_direct, took_ms, usual=expected)
 
     def turned_slow(self, step: int, late_ms: Sequence[float], *, is_direct: bool) -> list[Verdict]:
-        """Mark the direction slow by late messages of a step that is not over."""
+        """Mark the direction slow by late messages of an unfinished step."""
         if self.verdict.health is LinkHealth.SLOW:
             return []
         self._take_route(is_direct=is_direct)
@@ -221,7 +222,7 @@ class DirectionWatch:
         if not self.verdict.is_dead:
             return []
         changes = self._transition(step, Trigger.RETURNED, None, (), detail)
-        if not self._routes:  # no message of its could show that it has recovered
+        if not self._routes:  # no watched message could show that it has recovered
             changes += self._transition(step, Trigger.RETURNED, None, (), detail)
         return changes
 
@@ -232,7 +233,7 @@ class DirectionWatch:
         self._current = is_direct
         self._record(is_direct).reset()
         now = self._expected(is_direct)
-        if before is not None and now is not None:  # the same delay, beyond another usual time
+        if before is not None and now is not None:  # the same delay on top of another usual time
             self._level_ms += now.baseline_ms - before.baseline_ms
 
     def _record(self, is_direct: bool) -> RouteRecord:
@@ -247,8 +248,8 @@ class DirectionWatch:
     def _expected(self, is_direct: bool) -> Usual | None:
         """The usual times to judge a route's messages by.
 
-        A healthy link's messages are measured first. Those of a degraded one can't be: their times
-        are assumed, unless they were given (`expect`).
+        A healthy link's usual times are measured. A degraded link's can't be measured: they are
+        assumed, unless they were given (`expect`).
         """
         known = self._usual(is_direct)
         if known is None and self.verdict.health is not LinkHealth.HEALTHY:

@@ -109,7 +109,7 @@ def _in_brief(option: Option) -> dict[str, Any]:
 
 
 def change_events(change: PlanChange) -> tuple[ControlEvent, ...]:
-    """The events of a plan in force: one of its own, and one for each link with another route."""
+    """The events of a changed plan: one for the plan, and one for each link with another route."""
     routes = (
         ControlEvent(EventKind.ROUTE_CHANGED, f"{route}: {change.reason}", str(link))
         for link, route in change.routes.items()

@@ -1,9 +1,9 @@
 """Finds inside a step, at one end of a link, that its messages have become slow.
 
 The rule is that of `route_record`, so a healthy link is hardly ever found slow. Rank 0 then plans
-while the step goes on. The rest of a direct link's messages go delegated at once
-(`runtime.failover_route`): such a handover costs what delegation costs, and waits for no rank but
-the two ends.
+while the step goes on. The rest of a direct link's messages are delegated at once
+(`runtime.failover_route`): such a handover costs what delegation costs, and waits only for the two
+ends.
 """
 
 from collections.abc import Mapping
@@ -47,10 +47,10 @@ class EndWatch:
     def late_messages(
         self, took_ms: Mapping[Direction, float], at_ms: float
     ) -> dict[str, tuple[float, ...]]:
-        """What makes the link slow, once this transfer is over; {} if it is not.
+        """The messages that make the link slow, after this transfer; {} if it is not slow.
 
-        It is said once, until messages have been in time for a step. A direction in which nothing
-        was sent since the other one is late counts as late too: most links are slow both ways.
+        They are returned once, until messages have been in time for a step. A direction without
+        messages since the other turned late counts as late too: most links are slow both ways.
 
         Args:
             took_ms: The transfer's time, or both times of a pair, without waiting for the peer.
@@ -94,7 +94,7 @@ class EndWatch:
         self._is_armed, self._was_late = self._is_armed or is_calm, False
 
     def restart(self) -> None:
-        """Judge the link anew after a step in time: it has returned to its path."""
+        """Judge the link again only after a step in time, as it has returned to its path."""
         self._is_armed = False
         for record in self._records.values():
             record.reset()

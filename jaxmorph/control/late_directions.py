@@ -24,7 +24,7 @@ _REMEMBERED_STEPS = 8  # more than a plan takes
 LateDirections: TypeAlias = Mapping[Direction, float]
 """Directions that were slow when a plan was made for them.
 
-Each with the milliseconds of a message that is in time again; one that takes longer is not.
+Each with a limit in milliseconds: messages that take no longer are in time again.
 """
 
 
@@ -43,8 +43,8 @@ class InTimeAgain:
     """What one rank reports of its ends of links after a step.
 
     Attributes:
-        took_ms: Of directions whose last messages took much less than in a step before, as this end
-            saw them.
+        took_ms: The time of the last messages at this end, for each direction in which they took
+            much less than in an earlier step.
     """
 
     took_ms: Mapping[Direction, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class LastMessages:
 def are_in_time(late: LateDirections, reports: Sequence[InTimeAgain]) -> bool:
     """Whether directions that were late are all in time again.
 
-    The end of a direct link that comes first also waits for the other, so one end's time decides.
+    The end of a direct link that comes first also waits for the other, so the shorter time decides.
     """
     return bool(late) and all(
         min(report.took_ms.get(direction, math.inf) for report in reports) <= calm_ms

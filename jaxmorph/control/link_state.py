@@ -3,7 +3,8 @@
 The messages of a direction decide its health; the two ends of a link decide the state of its direct
 path. `TRANSITIONS` has all changes of both. A link whose direct path fails in mid-step fails over:
 the host data plane carries its messages, although instructions still have its transfers on the
-queue. It stays so until its direct path is restored after a later step (`FailedPaths`).
+queue. The link stays delegated until its direct path is restored after a later step
+(`FailedPaths`).
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -121,7 +122,7 @@ def word(health: LinkHealth, path: PathState) -> str:
 class PathFailure:
     """A link's direct path that was left in mid-step, as one end or both ends saw it.
 
-    It has failed, or works but is slow: then the link was handed over (`handover`).
+    The path has failed, or it works but is slow. A slow link is handed over (`handover`).
 
     Attributes:
         detail: The cause, in one line.
@@ -237,7 +238,7 @@ class FailedPaths:
 
     @property
     def handed_over(self) -> frozenset[Link]:
-        """Those of the `unrestored` whose path works, but is slow."""
+        """The `unrestored` links whose path works, but is slow."""
         return frozenset(link for link, at in self.links.items() if at.is_handed_over)
 
     def record(
@@ -274,7 +275,7 @@ class FailedPaths:
         return self._with(used), tuple(used)
 
     def limit_restores(self, link: Link, restores_left: int) -> tuple["FailedPaths", bool]:
-        """Record one end's count of restores left; the least count is valid.
+        """Record one end's count of restores left; the lowest count holds.
 
         Returns:
             The state, and whether this count is the first that rules a restore out. A link that has
@@ -290,10 +291,10 @@ class FailedPaths:
     def observe(
         self, up: Mapping[Link, bool], delegated: Container[Link]
     ) -> tuple["FailedPaths", dict[Link, int], list[Link]]:
-        """Count a step in which both ends found paths up or not.
+        """Count a step by whether both ends found each path up.
 
         Args:
-            up: A path that is missing counts as down.
+            up: Whether both ends found a path up. A missing path counts as down.
             delegated: The links that the plan in force delegates. A failed path doesn't return
                 before a plan has delegated its link.
 

@@ -34,7 +34,7 @@ class LinkSample(NamedTuple):
 
 
 def packed(rows: Sequence[Sequence[int]] | np.ndarray) -> bytes:
-    """A table of whole numbers (`int32`), which processes can pass on unread."""
+    """A table of whole numbers (`int32`), which processes can forward without reading it."""
     return np.ascontiguousarray(rows, "<i4").tobytes()
 
 
@@ -44,12 +44,12 @@ def unpacked(data: bytes, *tables: int) -> np.ndarray:
 
 
 class MessageTables(NamedTuple):
-    """Messages of several directions of links, as many of each, in the order of sending.
+    """Messages of several directions, equally many of each, in the order of sending.
 
     Attributes:
         directions: The source, the destination, and whether messages took the direct route.
         rows: A `packed` table for each: the messages' numbers, when the link began to carry them,
-            and when they had come; microseconds since the step began.
+            and when they arrived; microseconds since the step began.
     """
 
     directions: tuple[tuple[int, int, bool], ...]
@@ -64,7 +64,7 @@ MICROBATCHES = 1 << 20
 class DirectionSamples:
     """A step's messages of one direction, all on one route, in the order of sending.
 
-    They are made samples only where someone reads them.
+    A `LinkSample` is made of a message only on iteration.
 
     Attributes:
         durations_ms: float64.
@@ -138,7 +138,7 @@ class OpTime(NamedTuple):
 
 
 def op_times(timeline: Timeline) -> dict[tuple[int, OpKind], OpTime]:
-    """The times of ops by stage and kind; a timeline's spans leave out what an op waited for."""
+    """The times of ops by stage and kind; a timeline's spans leave out what ops wait for."""
     durations: dict[tuple[int, OpKind, int], list[float]] = defaultdict(list)
     for stage, order in enumerate(timeline.orders):
         took_ms = (timeline.end_ms[stage] - timeline.start_ms[stage]).tolist()
@@ -162,7 +162,7 @@ def _with_chunk(before: OpTime, ordered_ms: list[float]) -> OpTime:
 class RunningEstimate:
     """The median and the spread of the last `window` values.
 
-    Half of the values may be anything at all, and the median is still one of the other half.
+    While fewer than half of the values are outliers, the median stays in the range of the others.
     """
 
     def __init__(self, window: int, values: Iterable[float] = ()) -> None:
@@ -215,7 +215,7 @@ def _spread_of_ordered(ordered: Sequence[float]) -> float:
 def middles(values: np.ndarray) -> np.ndarray:
     """The median of each row."""
     half, odd = divmod(values.shape[1], 2)
-    parted = np.partition(values, half)  # it takes five times as long to find two places at once
+    parted = np.partition(values, half)  # to find two places at once takes five times as long
     return parted[:, half] if odd else (parted[:, :half].max(axis=1) + parted[:, half]) / 2
 
 

@@ -128,7 +128,7 @@ def _caps_of_weights(memory: Sequence[StageMemory], weight_group: int) -> Iterat
     """Caps for stages where B leaves a stash for W, which can't be offloaded.
 
     First half of each F stash counts as held, then none of it. The room is what the devices have
-    beside the F stash of the running op and, in every other cap, of one more.
+    besides the F stash of the running op and, in every other cap, one more F stash.
     """
     # All sizes are doubled, so that half a stash is a whole number.
     backward = tuple(2 * stage.after_backward for stage in memory)
@@ -146,7 +146,7 @@ def _offloaded(
 ) -> Iterator[_Candidate]:
     """A plan with its offloads placed in several ways.
 
-    None if it can't be made to fit, or if even with free copies it would gain too little on
+    Nothing if it can't be made to fit, or if even with free copies it would gain too little on
     `most_ms`. More places are kept free for stashes only while copies make the step longer.
     """
     schedule = made.schedule
@@ -221,7 +221,7 @@ def _best(candidates: list[_Candidate]) -> _Candidate:
 def _unfit(
     free: Plan, device: Limits, programs: tuple[RankInstructions, ...], profile: Profile
 ) -> UserError:
-    """What keeps every plan from fitting: the devices' memory (raised here), else the hosts'."""
+    """The error if no plan fits the hosts' memory; raises one if none fits the devices'."""
     schedule = free.schedule
     memory = device.stage_memory(schedule.num_stages, schedule.num_microbatches)
     moving = offload_step(programs, Offloading(memory))

@@ -27,7 +27,7 @@ class Stay(NamedTuple):
 
 @dataclass(frozen=True)
 class Dwell:
-    """How long the changes of morphs must stay: each link's route, and the schedule.
+    """How long a morph's changes must stay: the route of each link, and the schedule.
 
     A subject's first stay is `least_steps`. If it changes again within four stays, the next stay is
     twice as long, up to `most_steps`. After eight stays without a change it is halved.
@@ -42,7 +42,7 @@ class Dwell:
     morphed_step: int | None = None
 
     def waits(self, subjects: Iterable[Subject], step: int) -> int:
-        """The steps from `step` on until all of some subjects may change."""
+        """The steps from `step` on until all these subjects may change."""
         ends = (self.stays[each].until_step for each in subjects if each in self.stays)
         return max(0, max(ends, default=step) - step)
 
@@ -69,7 +69,7 @@ class Dwell:
         return replace(self, stays={**self.stays, subject: stay})
 
     def for_slow(self, slow_since: Iterable[int]) -> "Dwell":
-        """The stays where the schedule's is the shortest, if a link has turned slow in it."""
+        """The stays; the schedule's is the shortest if a link has turned slow during it."""
         last = self.stays.get(SCHEDULE)
         if last is None or math.isinf(last.since_step):  # it has changed only together with routes
             return self
@@ -123,8 +123,8 @@ class Situation:
 
     Attributes:
         step: The first step in which a new plan could be in force.
-        candidates: The home plan (the run's plan for healthy links), then others, those that differ
-            least from it first.
+        candidates: The home plan (the run's plan for healthy links), then others, from the least
+            to the most different.
         undisturbed_ms: See `Options`.
         worth: The least gain of a morph, as a share of the step.
         may_delegate_healthy: Whether healthy links may be delegated too.
@@ -148,7 +148,7 @@ class Decision:
 
     Attributes:
         chosen: The index of the candidate; None: the plan in force stays.
-        wait_steps: When to decide again, because a better candidate only had to wait; 0: never.
+        wait_steps: The steps until the next decision, if a better candidate must wait; else 0.
     """
 
     chosen: int | None
@@ -160,11 +160,11 @@ def decide(situation: Situation) -> Decision:
     """Decide whether to morph, and why.
 
     - Only degraded links are delegated, unless the situation allows others: no prediction counts
-      the host memory and processors that delegation takes. Each link goes back by itself.
+      the host memory and processors that delegation takes. Each link goes back independently.
     - While a link is degraded, a morph must shorten the step by `worth`. Once all are healthy, the
       home plan comes back unless it makes the step longer by `worth`.
-    - To go back waits for the link's dwell, and no other link's change waits with it. To delegate a
-      slow link waits for no dwell; but like any morph it waits until the last is `least_steps` old.
+    - A link goes back only after its dwell, which delays no other link's change. A slow link is
+      delegated without a dwell, but no morph comes before the last one is `least_steps` old.
     - A link without a direct path is delegated at once, whatever the gain.
 
     Source: PipeMorph, sections 4.3 and 6. There all links are delegated together.
@@ -222,8 +222,8 @@ def is_forced(situation: Situation) -> bool:
 def _wait_steps(situation: Situation, candidate: int) -> int:
     """The steps until the first dwell ends that a candidate waits for; 0: it need not wait.
 
-    It waits for the dwell of the links that go back, or of the schedule if it changes alone. For a
-    link that has turned slow since it last did, the schedule waits for the shortest dwell only.
+    It waits for the dwell of the links that go back, or of the schedule if it changes alone. If a
+    link has turned slow since the schedule last changed, that wait is the shortest dwell only.
     No morph follows another sooner than `least_steps`.
     """
     now, then = situation.in_force, situation.candidates[candidate]
@@ -239,7 +239,7 @@ def _staying_delegated(situation: Situation, then: Option) -> frozenset[Link]:
     """The links that must stay delegated for now, if a plan would take one of them back."""
     now = situation.in_force
     back = _newly_delegated(now, then)
-    # Links that go back are probed first. A slow link must not wait for that to be delegated.
+    # Links that go back are probed first. The delegation of a slow link must not wait for that.
     if back and _newly_delegated(then, now) & degraded_links(situation.verdicts):
         return delegated_links(now.routes)
     dwelling = dwelling_links(situation.dwell, now.routes, situation.step)
@@ -249,7 +249,7 @@ def _staying_delegated(situation: Situation, then: Option) -> frozenset[Link]:
 def _is_allowed(
     option: Option, situation: Situation, staying: frozenset[Link] = frozenset()
 ) -> bool:
-    """Whether a plan delegates all links that it must, and no others that it must not."""
+    """Whether a plan delegates all links that it must, and none that it must not."""
     if not staying | dead_links(situation.verdicts) <= delegated_links(option.routes):
         return False
     if situation.may_delegate_healthy:
@@ -283,7 +283,7 @@ def _shortest(situation: Situation, staying: frozenset[Link] = frozenset()) -> i
 def _is_worth_it(
     candidate: int, situation: Situation, staying: frozenset[Link] = frozenset()
 ) -> bool:
-    """Whether a candidate is another plan and gains enough, or the plan in force can't stay."""
+    """Whether a candidate is another plan, and gains enough or replaces one that can't stay."""
     now, then = situation.in_force, situation.candidates[candidate]
     if _is_same(then, now):
         return False

@@ -69,7 +69,7 @@ class StepPaths:
     """The direct paths of a step, as rank 0 sees them.
 
     Attributes:
-        new: The failures that no step before had.
+        new: The failures that no earlier step had.
         events: Of new failures, and of links that are back on their direct paths.
         samples: The step's valid samples (`FailedPaths.valid_samples`).
         routes: The routes that messages took at the end of the step.
@@ -89,7 +89,7 @@ def read_paths(
 ) -> tuple[FailedPaths, StepPaths]:
     """Record the direct paths of a step that ran a plan with some routes.
 
-    This is all that a run does that doesn't adapt.
+    A run that doesn't adapt does only this.
     """
     paths, new = paths.record(report.failures)
     paths, restored = paths.take_restored(routes)
@@ -147,7 +147,7 @@ def judge_late_messages(
     *,
     is_direct: bool,
 ) -> tuple[Detector, list[ControlEvent]]:
-    """Mark the directions of a link slow that an end has found so in mid-step (`EndWatch`)."""
+    """Mark directions of a link slow, where an end has found this in mid-step (`EndWatch`)."""
     events: list[ControlEvent] = []
     for direction in directions_of(link):
         if run_ms := late_ms.get("{}>{}".format(*direction)):

@@ -109,7 +109,7 @@ class Profiler:
         }
 
     def _copy_costs(self) -> CopyCosts | None:
-        """None before any copy; a stage without copies gets the time of the slowest."""
+        """None before any copy; a stage without copies gets the slowest stage's time."""
         if not self._copies:
             return None
         return CopyCosts(*map(self._copies_per_stage, ("offload", "fetch")))

@@ -1,12 +1,12 @@
-"""What one rank measured in a step: reduced by the rank itself, and in tables for all else.
+"""What one rank measured in a step: op times, which it reduces, and tables of everything else.
 
 At 64 stages and 256 microbatches a step has 50,000 ops and 65,000 ends of messages: far too many
-for one process to read one by one beside training. So each rank reduces the times of its own ops.
-Those of messages, by which links are judged, travel as tables (`measurements.packed`), and rank 0
-puts both ends of direct messages together. What only pictures need travels in the same form: what
-draws them reads it, and all others pass it on unread.
+for one process to read one by one during training. So each rank reduces the times of its own ops.
+Message times, by which links are judged, travel as tables (`measurements.packed`), and rank 0 joins
+both ends of direct messages. What only pictures need travels as tables too, and only the code that
+draws pictures reads these.
 
-All times are rounded to a microsecond, as a replay reads them, so decisions use the same.
+All times are rounded to a microsecond, so a replay decides from the same numbers as the run.
 """
 
 import math
@@ -69,7 +69,7 @@ class MessageTimes(NamedTuple):
 
     @property
     def numbers(self) -> bytes:
-        """Of the messages: the table's first row."""
+        """The messages' numbers: the table's first row."""
         return self.rows[: len(self.rows) // 3]
 
 
@@ -80,7 +80,7 @@ class Peaks(NamedTuple):
     until_w: int = 0
 
     def of(self, live_until: str) -> int:
-        """The one by `schedule.live_until`."""
+        """The peak that `schedule.live_until` selects."""
         return self.until_w if live_until == "W" else self.until_b
 
 
@@ -93,15 +93,15 @@ class RankTimes:
 
     Attributes:
         ops: A `packed` table with each op's number, start and end, in microseconds.
-        messages: Those it received and, of direct ones, those it sent.
-        copies: As `ops`, of copies of stashes.
+        messages: The messages that it received, and the direct messages that it sent.
+        copies: The same for copies of stashes.
         op_times: By kind.
         copies_ms: The median copy, by its kind.
         busy_ms: Its time in ops.
         begin_ms: When its first op began.
         end_ms: When its last op ended.
-        peak_live: Of microbatches on its device or in host memory.
-        peak_on_device: Of those on its device.
+        peak_live: The most microbatches on its device or in host memory.
+        peak_on_device: The most microbatches on its device.
     """
 
     ops: bytes = b""
@@ -128,7 +128,7 @@ class RankTimes:
 
         Args:
             direct: Messages that held its queue, at either end.
-            arrivals: Those that it received beside its queue.
+            arrivals: Messages that it received without holding its queue.
             more: Further fields of a subclass.
         """
         op_rows = _table((_number_of_op(op), start, end) for op, start, end in ops)
@@ -152,7 +152,7 @@ class RankTimes:
         )
 
     def to_bytes(self) -> bytes:
-        """For rank 0, which reads as many of them in a step as there are ranks: no JSON."""
+        """The times as bytes. No JSON, because rank 0 reads one from each rank in every step."""
         begin = _BEGIN.pack(
             *map(len, (self.messages, self.ops, self.copies)),
             self.busy_ms,
@@ -169,7 +169,7 @@ class RankTimes:
 
     @classmethod
     def of_bytes(cls, data: bytes, **more: Any) -> Self:
-        """What `to_bytes` wrote; a `ParseError` says that it is something else."""
+        """The times that `to_bytes` wrote; raises `ParseError` for anything else."""
         ops_at = _BEGIN.size
         heads_at = ops_at + len(_KINDS) * _OP_TIME.size
         try:
@@ -247,7 +247,7 @@ def _order_of(numbers: bytes) -> tuple[Op, ...]:
     """The ops of a row of a table."""
     parts = map(_parts_of, np.frombuffer(numbers, np.int32).tolist())
     order = [Op(_KINDS[kind], microbatch, chunk) for kind, chunk, microbatch in parts]
-    # A number has no room for a W's group, which ends where the chunk's next one begins.
+    # A number has no room for a W's group, which ends where the chunk's next W begins.
     ends = Counter(op.chunk for op in order if op.kind is OpKind.B)
     for at in reversed(range(len(order))):
         op = order[at]
@@ -278,7 +278,7 @@ def _table(rows: Iterable[tuple[int, float, float]]) -> np.ndarray:
 
 
 def _by_direction(spans: Iterable[MessageSpan], *, is_direct: bool) -> list[MessageTimes]:
-    """The messages of each direction in the order of sending; tied gradients by themselves."""
+    """The messages of each direction in the order of sending; tied gradients separately."""
     found: dict[tuple[int, int, bool], list[tuple[int, float, float]]] = {}
     for transfer, start_ms, end_ms in spans:
         key, number = _place_of(transfer)
@@ -298,10 +298,10 @@ def _in_order(rows: np.ndarray) -> np.ndarray:
 
 
 def around_ops_ms(ranks: Sequence[RankTimes], step_s: float) -> float:
-    """What a step took before the first op of any rank and after the last.
+    """The time of a step before the first op of any rank and after the last.
 
-    That is the update of the step before, the exchange of tied gradients, and the one that ends a
-    step.
+    That is the update of the step before, the exchange of tied gradients, and the exchange that
+    ends a step.
     """
     return 1e3 * step_s - (max(of.end_ms for of in ranks) - min(of.begin_ms for of in ranks))
 
@@ -333,7 +333,7 @@ def joined_messages(ranks: Sequence[RankTimes]) -> tuple[MessageTables, ...]:
 
 
 def _of_same(sent: MessageTimes, received: MessageTimes) -> list[MessageTimes]:
-    """Both with those messages alone that both ends have reported."""
+    """Both, with only the messages that both ends have reported."""
     if sent.numbers == received.numbers:
         return [sent, received]
     tables = unpacked(sent.rows), unpacked(received.rows)
@@ -345,11 +345,11 @@ def _of_same(sent: MessageTimes, received: MessageTimes) -> list[MessageTimes]:
 def _stacked(
     directions: Sequence[Sequence[MessageTimes]],
 ) -> Iterator[tuple[tuple[tuple[int, int, bool], ...], np.ndarray]]:
-    """Directions with as many messages, and their tables: int32 [directions, ends, 3, columns].
+    """Directions with equally many messages; their tables: int32 [directions, ends, 3, columns].
 
     Args:
-        directions: For each the times at its ends, with as many messages. Those without any are
-            left out.
+        directions: For each the times at its ends, with equally many messages. Directions without
+            messages are left out.
     """
     alike: dict[int, list[Sequence[MessageTimes]]] = {}
     for ends in directions:
@@ -361,7 +361,7 @@ def _stacked(
 
 
 def _joined(ends: np.ndarray) -> np.ndarray:
-    """The tables of direct messages, from those at the source and at the destination."""
+    """The tables of direct messages, from the tables of both ends."""
     numbers, ended_us = ends[:, 1, 0], ends[:, 1, 2]
     took_us = np.min(ends[:, :, 2] - ends[:, :, 1], axis=1)
     began_us = ended_us - took_us

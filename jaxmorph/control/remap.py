@@ -15,8 +15,8 @@ from statistics import median
 from jaxmorph.placement import Layout
 from jaxmorph.records import Link
 
-# A sum is slow that takes so many times the usual, and so much of the step longer than usual, in so
-# many steps in a row: to move ranks takes seconds.
+# A sum is slow if it takes so many times its usual time, and is longer than usual by so much of the
+# step, in so many steps in a row. The limits are high because moving ranks takes seconds.
 _SLOW_TIMES = 2.0
 _LEAST_SHARE = 0.2
 _STEPS = 2
@@ -27,7 +27,7 @@ class SumWatch:
     """How long the sums of each stage take, and which are slow.
 
     Attributes:
-        usual_s: By stage, the least that was seen, or that the sums of other stages take.
+        usual_s: By stage, the shortest of the times seen and those of `by_other_stages`.
         took_s: In the last step.
         slow_steps: In how many steps in a row each was slow.
     """
@@ -66,9 +66,9 @@ class SumWatch:
 def by_other_stages(
     took_s: Sequence[float], num_bytes: Sequence[int], compares: Sequence[bool]
 ) -> tuple[float, ...]:
-    """What the sum of each stage should take at most, by those of the others.
+    """The longest time that each stage's sum should take, judged by the other stages' sums.
 
-    So a pair that is slow from the first step on is found too, if it does not slow all stages.
+    So a pair that is slow from the first step on is found too, unless it slows all stages.
 
     Args:
         took_s: In the last step; 0 where the time is not known.
@@ -89,13 +89,13 @@ def by_other_stages(
 
 @dataclass(frozen=True)
 class SlowPair:
-    """Two ranks whose hosts are slow for each other.
+    """Two ranks between whose hosts the network is slow.
 
     Attributes:
-        excess_s: What that adds to a sum of gradients.
-        delay_ms: What it is thought to add to a round of a sum, and to a message between stages.
+        excess_s: The time that this adds to a sum of gradients.
+        delay_ms: The estimated time that it adds to a round of a sum or a message between stages.
         usual_ms: How long a round takes otherwise.
-        bucket_bytes: What was summed in two rounds.
+        bucket_bytes: The size of the bucket that was summed in two rounds.
     """
 
     ranks: tuple[int, int]
@@ -126,8 +126,8 @@ class Traffic:
     """What a pair of hosts carries in a layout.
 
     Attributes:
-        stages: Those whose gradients it sums.
-        links: Those of its messages, each with its replica.
+        stages: The stages whose gradients the pair sums.
+        links: The links whose messages it carries, each with its replica.
     """
 
     stages: tuple[int, ...] = ()
@@ -160,16 +160,17 @@ def choose_layout(
 ) -> Layout | None:
     """A layout in which a step is shorter; None if none is found.
 
-    Two ranks are swapped, one of them on a slow host, then the next two, each time the best of all,
-    as long as fewer stages sum over slow pairs, or steps become shorter. The best of these layouts
-    is taken: if a host has a whole replica, the first swap alone shortens no step. Rank 0 stays
-    where it is, as it records the run.
+    The search swaps two ranks at a time, one of them on a slow host. It takes the best swap as long
+    as fewer stages sum over slow pairs, or steps become shorter. The best layout on the way wins:
+    if a host has a whole replica, the first swap alone shortens no step. Rank 0 stays where it is,
+    as it records the run.
 
     Args:
         slow: The pairs that are slow.
         links: Of a pipeline.
         predicted_s: A step of a replica, by the milliseconds by which links are slower than usual.
-        pipeline: Take only layouts in which some slow pair is one of these links; none: take any.
+        pipeline: Take only layouts in which some slow pair carries one of these links and no
+            sum; empty: take any.
     """
     predicted = cache(lambda delays_ms: predicted_s(dict(delays_ms)))
     of_hosts = by_hosts(layout, slow)
@@ -202,7 +203,7 @@ def choose_layout(
 
 
 def by_hosts(layout: Layout, slow: Iterable[SlowPair]) -> dict[tuple[int, int], SlowPair]:
-    """The slowest of the pairs of each two hosts."""
+    """The slowest pair between each two hosts."""
     found: dict[tuple[int, int], SlowPair] = {}
     for pair in sorted(slow, key=lambda each: each.excess_s):
         found[layout.hosts_of(pair.ranks)] = pair

@@ -20,14 +20,15 @@ from jaxmorph.control.measurements import LinkSample, RunningEstimate, middles_a
 SPREADS = 4.0
 FLOOR_MS = 5.0  # half an op of 10 ms: no plan needs to adapt to less
 SHARE = 0.5
-# So a link is slow only when a healthy link would have as many late messages in a row, as late, in
-# less than one of 1 / CHANCE messages (`HealthyMessages.run_chance`). If none of the last 256 took
-# longer than 6 ms, that is eight in a row of 10 ms, five of 30 or four of 80. A run of eight stages
-# and 24 microbatches sends 168,000 messages in 500 steps: one such run in 60 has one false alarm.
+# So a link is slow only after several late messages in a row: a healthy link has a row so long and
+# so late in less than one of 1 / CHANCE messages (`HealthyMessages.run_chance`). If none of the
+# last 256 took longer than 6 ms, that is eight in a row of 10 ms, five of 30 or four of 80. A run
+# of eight stages and 24 microbatches sends 168,000 messages in 500 steps: one such run in 60 has
+# one false alarm.
 CHANCE = 1e-7
 LEAST_RUN, MOST_RUN = 3, 16  # late messages in a row; the maximum is for a very unsteady link
 SETTLED_RUN = 5  # messages in a row that end a delay, or show another one
-CALM_SHARE = 0.6  # of the excess that is not yet late is in time again; the rest is hysteresis
+CALM_SHARE = 0.6  # of the excess that is not late: messages within are in time again (hysteresis)
 GOOD_STEPS = 3  # until a recovering link is healthy
 LEARNING_MESSAGES = 24  # for the first baseline
 WINDOW_MESSAGES = 256  # healthy ones, for the baseline
@@ -95,7 +96,7 @@ class RouteState:
     most_spread_ms: float = math.inf
 
     def are_in_time(self, num_messages: int, longest_ms: float) -> bool:
-        """Whether a step's messages are, and fill a window with the healthy ones before them."""
+        """Whether a step's messages are in time and, with earlier healthy ones, fill a window."""
         known = len(self.healthy_ms) // _FLOAT_BYTES + len(self.late_ms)
         in_time = self.usual is not None and longest_ms <= self.usual.threshold_ms
         return in_time and known + num_messages >= WINDOW_MESSAGES
@@ -160,10 +161,10 @@ class HealthyMessages:
         """The probability that a healthy link has `count` messages in a row of `least_ms` or more.
 
         Late messages come in bursts, because what delays one often delays the next. So the first
-        counts with the share of messages that took so long, by Laplace's rule, and each further one
-        with the share of those that followed another. The latter share is raised to the power of
-        the run's length, and a calm window shows only a handful of late messages. So it is at least
-        a third at the threshold, and less beyond in proportion, even if it was seen less often.
+        counts with the share of messages that took so long, by Laplace's rule. Each further one
+        counts with the share of these messages that followed another. This second share is raised
+        to the power of the run's length, but a calm window shows only a handful of late messages.
+        So the share is at least a third at the threshold, and proportionally less beyond.
         """
         late, both = (seen.count_from(least_ms) for seen in (self.durations, self.shorter))
         share = (late + 1) / (len(self.durations) + 2)
@@ -199,7 +200,7 @@ def _bounded(
 
 
 def after_in_time(routes: Sequence[tuple[RouteState, np.ndarray]]) -> Iterator[RouteState]:
-    """Routes of healthy links after messages in time: as `RouteRecord.read` and `settle`.
+    """The routes of healthy links after messages in time, as `RouteRecord.read` and `settle` do.
 
     Args:
         routes: Each with the times of its messages, which fill its window.
@@ -284,7 +285,7 @@ class RouteRecord:
 
         Args:
             level_ms: The time of messages when the link was last judged.
-            unrest: How often that has changed recently: it widens the margin, so that a delay that
+            unrest: How often that has changed recently. It widens the margin, so that a delay that
                 never settles is reported less and less.
         """
         steady_ms = max(FLOOR_MS, MOVED_SHARE * level_ms, 2 * self.recent.spread)

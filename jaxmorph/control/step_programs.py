@@ -1,4 +1,7 @@
-"""Lowers a schedule to every rank's instructions; picks one for in-order queues or few slots."""
+"""Lowers a schedule to every rank's instructions.
+
+Also picks schedules for in-order queues and for few slots.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +69,7 @@ def _paired_if_shorter(
     routes: Routes,
     profile: Profile,
 ) -> tuple[RankInstructions, ...]:
-    """The instructions, in pairs if that makes the step of a schedule that splits clearly shorter.
+    """The instructions, with pairs if they make a step with split backwards clearly shorter.
 
     Args:
         lowering: Lowers the schedule; `pairs=True` asks for pairs.
@@ -139,7 +142,7 @@ def shorter_in_slots(
     """The plan, or one with another schedule whose step is shorter with the slots that fit.
 
     The planner assumes that no send waits for a slot. Where host memory is short, a plan with many
-    messages under way waits, or can't run at all; one with fewer may be better.
+    messages in flight waits, or can't run at all; one with fewer may be better.
 
     Raises:
         UserError: With the slots that fit, no known schedule can run on these routes.
@@ -173,7 +176,7 @@ def shorter_in_slots(
 
 
 def _others(own: Schedule, profile: Profile, limits: Limits, *, must: bool) -> Sequence[Schedule]:
-    """Other schedules in place of an adaptive one; none if lowering them takes long, unless must.
+    """Other schedules in place of an adaptive one; none if lowering them takes long, unless `must`.
 
     A schedule that the configuration names stays.
     """
@@ -185,7 +188,7 @@ def _others(own: Schedule, profile: Profile, limits: Limits, *, must: bool) -> S
 def _in_slots(
     made: Plan, profile: Profile, num_tied: int, room: HostRoom
 ) -> tuple[float, float, int]:
-    """The step without a limit and with the slots that fit, infinite if it can't run; in ms.
+    """The step in ms without a limit, and with the slots that fit; infinite if it can't run.
 
     Also the most bytes of slots that a rank takes without a limit.
     """
@@ -216,7 +219,7 @@ def step_in_slots_ms(
     """The simulated step with few slots for some channels; infinite if it can't run."""
     try:
         return simulate_step(programs, profile, scarce).makespan_ms
-    except ProgramError:  # they would wait for each other for ever
+    except ProgramError:  # the ranks would wait for each other for ever
         return math.inf
 
 

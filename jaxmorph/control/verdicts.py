@@ -107,7 +107,7 @@ def dead_links(verdicts: Iterable[Verdict]) -> frozenset[Link]:
 
 @dataclass(frozen=True)
 class KnownDirection:
-    """A slow or dead direction as it was last, kept for a resumed run.
+    """The last state of a slow or dead direction, kept for a resumed run.
 
     A resumed run measures healthy directions again, and a recovering one may be healthy by then.
 
@@ -131,7 +131,7 @@ class KnownDirection:
 
     @property
     def added_ms(self) -> float:
-        """The delay of the direction: its latency beyond the usual of its route."""
+        """The delay of the direction: its latency beyond the usual time on its route."""
         return max(0.0, self.verdict.latency_ms - self._healthy_ms)
 
     def in_words(self) -> str:
@@ -176,7 +176,7 @@ def with_known_delays(
 def with_healthy_latencies(
     links: Links, routes: Routes, known: Sequence[KnownDirection]
 ) -> dict[Link, LinkDelay]:
-    """Delays of links, in which known slow and dead directions have their healthy ones.
+    """Delays of links, with healthy latencies for directions known to be slow or dead.
 
     Args:
         routes: The routes that the delays are for.

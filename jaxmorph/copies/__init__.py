@@ -1,4 +1,4 @@
-"""Copies of payloads between a stage's device and the slots of the data plane, one backend a file.
+"""Copies of payloads between a stage's device and the slots of the data plane, by several backends.
 
 `backends` declares what a copy backend is. `choosing` lists the backends of a device, best first,
 and takes the first that passes its `trial`; `split_copies` let several devices share a message.

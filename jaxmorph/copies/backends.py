@@ -23,7 +23,7 @@ class PayloadShape:
     """The array that one message carries.
 
     Attributes:
-        num_parts: On how many devices of a stage it lies in parts; 1: each has the whole.
+        num_parts: How many devices of a stage hold a part of it; 1: each holds the whole.
         spec: How it is split over them.
     """
 
@@ -52,8 +52,8 @@ class SlotUse:
     """How a payload is divided among slots.
 
     Attributes:
-        part_elements: How many of a payload's elements fit into a slot. Unless all do, none has
-            elements of two devices.
+        part_elements: How many of a payload's elements a slot holds. If that is not all, no slot
+            has elements of two devices.
     """
 
     payload: PayloadShape
@@ -88,10 +88,10 @@ class SlotUse:
 
 
 def cutting(use: SlotUse, length: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """What cuts `length` elements out of a payload, in a program; the first's number is an int32.
+    """A traceable function of a payload and an int32: `length` elements from that number on.
 
     Raises:
-        UserError: If the payload has elements beyond such numbers.
+        UserError: If the payload has more elements than an int32 can number.
     """
     if use.num_elements > _MOST_ELEMENTS:
         raise UserError(
@@ -194,7 +194,7 @@ class ProgramTicket:
         """Wait for the copy; raises its error if it failed."""
         try:
             jax.block_until_ready(self._ticket)
-        except Exception:  # not an interruption: then the slot may still be filled
+        except Exception:  # not an interruption: the slot may still be filled after it
             if self._slot.is_posted:
                 self._slot.withdraw()
             raise

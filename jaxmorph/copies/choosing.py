@@ -35,7 +35,7 @@ from jaxmorph.transport.plane import MemoryRegistry
 
 AUTO = "auto"
 WITHOUT_DRIVER = ("pinned_host", "io_callback")
-"""Backends that need no slot registered, so none is when the user names one of them."""
+"""Backends that need no registered slots: if the user names one, no slot is registered."""
 
 OpenDriver = Callable[[int], CudaDriver]
 ReportMemory = Callable[[MemoryRegistry], None]
@@ -97,7 +97,7 @@ def copy_backends(
 
 
 _BY_DRIVER = (CopyEngineSend.name, KernelSend.name)
-"""Both ways; they need registered slots."""
+"""Backends for both directions; they need registered slots."""
 
 
 def _with_driver(
@@ -182,7 +182,6 @@ def first_working(
 
 
 def _warn_of(failures: Sequence[tuple[str, str]], direction: str) -> None:
-    """Warn once of each reason."""
     for reason, same in groupby(failures, key=itemgetter(1)):
         names = [name for name, _ in same]
         listed = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
@@ -242,8 +241,8 @@ def open_copies(
     Args:
         placement: Where the stage keeps its arrays.
         report_memory: Reports the memory of all slots to a registry (`DataPlane.report_memory`).
-        wanted: A backend's name, or "auto". Where the stage has several devices, none needs the
-            driver: slots would have to be registered with each of them.
+        wanted: A backend's name, or "auto". If the stage has several devices, only backends without
+            the driver work: slots would have to be registered with each device.
 
     Raises:
         UserError: If the wanted backend doesn't work here; the message names those that do.

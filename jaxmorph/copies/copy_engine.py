@@ -2,8 +2,8 @@
 
 For each message a stream waits for the payload, copies it into its registered slot, and writes the
 slot's signal. The sidecar polls these signals, so no thread of this process waits for the copy, and
-the copy doesn't delay computation. The paper does the same with two copies in
-one stream (its Figure 11).
+the copy doesn't delay computation. The paper does the same with two copies in one stream (its
+Figure 11).
 """
 
 import threading

@@ -86,7 +86,7 @@ class CudaDriver:
             num_bytes: Whole pages.
 
         Returns:
-            The device's address of it.
+            The memory's address on the device.
         """
         self._bind()
         flags = c_uint(_PORTABLE | _DEVICE_MAP)
@@ -151,7 +151,7 @@ class CudaDriver:
         self._call("cuEventRecord", c_void_p(event), c_void_p(stream))
 
     def has_happened(self, event: int) -> bool:
-        """Whether everything before the recorded event is over."""
+        """Whether everything before the recorded event has finished."""
         self._bind()
         code = self._function("cuEventQuery")(c_void_p(event))
         if code not in (0, _NOT_READY):
@@ -175,7 +175,7 @@ class CudaDriver:
     def _bind(self) -> None:
         """Make the context current in this thread.
 
-        Before every call: each thread has its own, and JAX may leave another device's behind.
+        Called before every call: each thread has its own, and JAX may leave another device's set.
         """
         self._call("cuCtxSetCurrent", self._context)
 
@@ -214,8 +214,8 @@ class _Region(NamedTuple):
 class RegisteredMemory:
     """Registers a data plane's slots with the driver; a `transport.plane.MemoryRegistry`.
 
-    Registering takes about as long as writing all of the memory. So that of a new plan's slots is a
-    thread's, beside the steps: until it is done, copies use another backend, as for memory that
+    Registering takes about as long as writing all of the memory. So a thread registers a new plan's
+    slots, beside the steps. Until it is done, copies use another backend, as for memory that
     could not be registered.
 
     Attributes:
@@ -238,7 +238,7 @@ class RegisteredMemory:
         try:
             region = _Region(address, num_bytes, self._driver.register(address, num_bytes))
         except CudaError as error:
-            if self.error is None and self._regions:  # the opener reports a first one itself
+            if self.error is None and self._regions:  # with none, the opener reports it
                 _log.warning("the device can't use slots of %s bytes: %s", num_bytes, error)
             self.error = self.error or error
             return
@@ -246,7 +246,7 @@ class RegisteredMemory:
             self._regions = sorted([*self._regions, region])
 
     def replace(self, old: int, free: Callable[[], None], address: int, num_bytes: int) -> None:
-        """Unregister and free memory, then register other, in the thread."""
+        """Unregister and free the old memory, then register the new, in the thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="slot-registration")
         self._thread.submit(self._replace, old, free, address, num_bytes)
@@ -257,7 +257,7 @@ class RegisteredMemory:
         self.add(address, num_bytes)
 
     def remove(self, address: int) -> None:
-        """Unregister memory that is about to be freed, once the thread is through."""
+        """Unregister memory that is about to be freed, once the thread is done."""
         self.settle()
         self._unregister(address)
 
@@ -286,7 +286,7 @@ class RegisteredMemory:
             self._unregister(region.start)
 
     def device_address(self, address: int) -> int | None:
-        """The device's address of an address of this process; None if it isn't registered."""
+        """The device's address for an address in this process; None if it isn't registered."""
         regions = self._regions
         index = bisect_right(regions, (address, float("inf"))) - 1
         if index < 0:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmorph.copies.backends import PayloadShape
 
 CPU, CUDA_HOST = 1, 3
-"""DLPack's kinds of memory: a host's own, and memory registered with CUDA."""
+"""DLPack's kinds of host memory: ordinary, and registered with CUDA."""
 
 _BFLOAT = 4
 _CODES = {"i": 0, "u": 1, "f": 2}

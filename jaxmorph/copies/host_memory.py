@@ -68,7 +68,7 @@ def fill_in_place(value: jax.Array, part: range, slot: OutgoingSlot, tag: Sequen
 
 
 class ImmediateSend:
-    """Copies computed payloads in host memory within the call, where a program would cost more.
+    """Copies computed payloads in host memory within the call: a program would cost more.
 
     Args:
         otherwise: Copies payloads that are still being computed or lie in other memory.

@@ -6,7 +6,7 @@ delays what the device computes next, for as long as the bus takes. And a faulty
 process's work on the device: no other backend can take over.
 
 A channel's launches into slots share its `arrivals` counter: no two may run at the same time, and
-none do on one stream.
+on one stream none do.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,9 +48,9 @@ def program_to_host(
     """The program that copies payloads, or parts of `length` elements, into slots.
 
     It takes the payload, the first element of the part (int32; not for a whole payload), control
-    words and arrivals, and returns a ticket. A part is first cut out on the device: a copy too, but
-    device memory is dozens of times as fast as the bus, and only messages longer than a slot have
-    parts.
+    words and arrivals, and returns a ticket. A part is first cut out on the device. That is a copy,
+    too, but device memory is dozens of times as fast as the bus, and only messages longer than a
+    slot have parts.
     """
 
     def send_part(
@@ -149,7 +149,7 @@ class _KernelCopies:
         signal = signal_on_device(self._memory, slot, num_bytes)
         control = pack(SlotControl(address, signal_of(slot), signal))
         first = () if self._is_whole else (np.int32(part.start),)
-        # The call takes the words along: 20 us on a CPU, where placing them first takes 150 more.
+        # Passing the words with the call takes 20 us on a CPU; placing them first takes 150 more.
         ticket = self._programs[len(part)](value, *first, control, self._arrivals)
         self._last = ticket
         slot.post(num_bytes, tag)
@@ -166,8 +166,8 @@ class KernelReceive(ReleasingReceive):
     """Copies by `copy_from_host`, if a message is whole in its slot.
 
     The host has seen that the message is there, so the kernel waits only for what was dispatched
-    before it. Its slot is released once the kernel is over, before the op that needs the payload
-    begins.
+    before it. The slot is released once the kernel has finished, without waiting for the op that
+    needs the payload.
 
     Args:
         otherwise: Receives messages in parts, and from slots that could not be registered.

@@ -63,8 +63,8 @@ class WholeArrival:
     """A message that is whole in its slot.
 
     Args:
-        fetch: Begins to copy a slot's message to the device and sees to the slot's release;
-            returns None if the device doesn't know the slot.
+        fetch: Begins to copy a slot's message to the device, and has the slot released afterwards;
+            returns None if the slot isn't registered.
         otherwise: Receives messages from such slots.
     """
 
@@ -96,7 +96,7 @@ class RegisteredReceive(ReleasingReceive):
     Args:
         device_number: The device's, as JAX's `local_hardware_id`.
         otherwise: Receives messages in parts, and from slots that could not be registered.
-        kind: DLPack's name for such memory.
+        kind: DLPack's kind of the slots' memory.
     """
 
     name = "copy_engine"

@@ -1,8 +1,8 @@
-"""Copies of payloads that the devices of a stage share: each device's part by itself.
+"""Copies of payloads that the devices of a stage share: each device's part separately.
 
 A message has the parts one after another, in the order of the devices, in one slot (or in several,
-where a payload is longer than a slot). No device gathers the others' parts. Payloads that all
-devices have alike are copied from the first, and to all.
+if a payload is longer than a slot). No device gathers the others' parts. A payload that every
+device holds whole is copied from the first device, and to all.
 """
 
 import math
@@ -119,7 +119,7 @@ class Tickets:
 
 
 class _Countdown:
-    """Calls a function once it has been called for each of several pieces, by any thread.
+    """Calls `then` once the countdown itself has been called for every piece, on any threads.
 
     Lock: the count.
     """
@@ -137,7 +137,7 @@ class _Countdown:
 
 
 class _Piece:
-    """One device's place in a slot; it has what copies on the host use."""
+    """One device's place in a slot, with the attributes that copies on the host use."""
 
     def __init__(self, slot: Any, at: int, num_pieces: int, done: Callable[[], None]) -> None:
         num_bytes = len(slot.payload) // num_pieces

@@ -38,7 +38,7 @@ _SIGNAL_TIMEOUT_S = 20.0
 _POLL_S = 20e-6
 
 _SMALL, _LARGE = 1024, 1 << 20
-"""Elements of the payload; on GPUs so many that a signal before the end of its copy shows."""
+"""Elements of the payload; on GPUs enough to notice a signal that comes before the copy ends."""
 
 _WIDTH, _ROUNDS = 2048, 50  # matrix products that keep a GPU busy for some milliseconds
 
@@ -90,7 +90,7 @@ def try_receive(
 
 
 def _register(end: OutgoingEnd | IncomingEnd, registry: RegisteredMemory | None) -> None:
-    """Register the trial's slots; else the backend would leave them to another."""
+    """Register the trial's slots; else the backend would leave the copies to another."""
     if registry is None:
         return
     end.report_memory(registry)

@@ -46,11 +46,11 @@ def load_tokens(
         path: a text file, a folder of text files, a `.bin` token array (little-endian ids without
             a header, as nanoGPT and Megatron write them), or None for the standard library's
             sources.
-        tokenizer: `bytes` or the path of a `tokenizer.json`. A token array needs none; given one,
-            it takes its vocabulary.
+        tokenizer: `bytes` or the path of a `tokenizer.json`. A token array needs none, but takes
+            the vocabulary of a given one.
         token_dtype: `uint16` or `uint32`, the type of the ids in a token array.
-        vocab_size: None is the tokenizer's, or for a token array without one the largest id plus
-            one. A token array of more than 256 MiB is not read for it, and needs one of the two.
+        vocab_size: None takes the tokenizer's or, for a token array without one, the largest id
+            plus one. A token array above 256 MiB is not searched: it needs this or a tokenizer.
 
     Raises:
         UserError: the path, the tokenizer or the vocabulary cannot be used.
@@ -156,7 +156,7 @@ def _vocabulary_of(ids: np.ndarray, source: str, tokenizer: str) -> int:
 
 
 def _smallest_vocabulary(ids: np.ndarray, source: str) -> int:
-    """The largest id plus one, if that can be a vocabulary; it is looked for block by block."""
+    """The largest id plus one, if that can be a vocabulary; searched block by block."""
     largest = 0
     for start in range(0, ids.size, _BLOCK_TOKENS):
         block = ids[start : start + _BLOCK_TOKENS]

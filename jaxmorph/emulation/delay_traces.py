@@ -95,11 +95,11 @@ def draw_regime(
 ) -> DelayTrace:
     """Draws delays by time, which change in the middle of steps.
 
-    In A, B and C a link's delay is normal, 30 ms with a standard deviation of 10 ms and at least 0,
-    and is redrawn after 50 to 100, 100 to 200 or 200 to 400 ms. In `bursty`, links alternate
-    between calm and congested: delays have a median of 13.0, a mean of 22.3 and a 99th percentile
-    of 79.3 ms, and are redrawn after 0.5 to 1.5 s. A link's delays do not depend on other links, or
-    on the same link of another replica.
+    In A, B and C a link's delay is normally distributed, with a mean of 30 ms and a standard
+    deviation of 10 ms, and at least 0. It is redrawn after 50 to 100, 100 to 200 or 200 to 400 ms.
+    In `bursty`, links alternate between calm and congested: delays have a median of 13.0, a mean of
+    22.3 and a 99th percentile of 79.3 ms, and are redrawn after 0.5 to 1.5 s. A link's delays do
+    not depend on other links, or on the same link of another replica.
 
     Raises:
         ValueError: The duration is negative or not finite.
@@ -120,7 +120,7 @@ def draw_regime(
 
 
 def _of_replica(replica: int) -> tuple[int, ...]:
-    """What tells a replica's seeds from replica 0's, which are those of a pipeline alone."""
+    """What distinguishes a replica's seeds from replica 0's, which equal those of one pipeline."""
     return (replica,) if replica else ()
 
 
@@ -157,9 +157,9 @@ class EventRanges(NamedTuple):
     """The least and the most of each property of an event.
 
     Attributes:
-        gap_steps: From the end of one event to the begin of the next.
-        steps: That one lasts.
-        links: That are slow in one.
+        gap_steps: From the end of one event to the beginning of the next.
+        steps: How many an event lasts.
+        links: How many are slow in an event.
         latency_ms: Whole milliseconds.
     """
 
@@ -174,7 +174,7 @@ LONG_EVENTS = EventRanges((20, 60), (40, 80), (1, 3), (20, 60))
 after the previous one, last 70 steps, and delay 1 to 3 of 7 links by 20 to 60 ms."""
 
 SHORT_EVENTS = EventRanges((6, 8), (16, 20), (1, 2), (15, 50))
-"""Three in 84 steps, so that their onsets weigh."""
+"""Three in 84 steps, so that their onsets matter."""
 
 
 def draw_events(

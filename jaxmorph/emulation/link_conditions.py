@@ -11,7 +11,7 @@ class LinkCondition:
     """How one link behaves, always or within a span of steps or of time.
 
     Several conditions on a link combine: latencies add up, jitters add up as independent ones do,
-    the smallest bandwidth and the slowest copies hold, and any cut cuts the link.
+    the smallest bandwidth and the slowest copies apply, and any cut cuts the link.
 
     Attributes:
         between: The ranks it joins, the lower one first.
@@ -24,9 +24,9 @@ class LinkCondition:
         from_s: Start, in seconds since the origin.
         to_s: End, in seconds since the origin.
         source: The sending rank of the only direction it affects; None for both directions.
-        route: The route it affects. A cut of the direct route alone is a network card that failed
-            on an accelerator whose host still has another one.
-        message_bytes: What every message counts as; None for its own bytes.
+        route: The route it affects. A cut of only the direct route emulates a failed network card
+            of an accelerator whose host still has another card.
+        message_bytes: The size that every message counts as; None for its actual size.
         host_copy_gbps: Gigabytes per second at which a rank's messages go to host memory, one after
             another, and come out of it at the other end; None for copies that take no time.
     """
@@ -80,9 +80,10 @@ def begun_at(conditions: Sequence[LinkCondition], step: int) -> tuple[LinkCondit
 
 
 def before_step(conditions: Iterable[LinkCondition], step: int) -> tuple[LinkCondition, ...]:
-    """The conditions that hold in the step before, without their spans of steps.
+    """The conditions that hold in the step before ``step``, without their spans of steps.
 
-    Links are measured under them before the run begins or goes on. Spans of time begin later.
+    Links are measured under them before the run begins or continues. Conditions with a span of time
+    are left out, as they begin later.
     """
     return tuple(
         replace(each, from_step=None, to_step=None)

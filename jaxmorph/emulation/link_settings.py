@@ -81,7 +81,7 @@ def emulated_conditions(
 
     Args:
         config: As the replica sees it.
-        layout: Who is where; None: as at the start.
+        layout: Where each rank is; None: as at the start.
 
     Raises:
         UserError: The trace can't be read, or names a link that the pipeline doesn't have.
@@ -113,7 +113,7 @@ def sum_conditions(
 def pair_conditions(
     config: Config, layout: Layout, ranks: tuple[int, int]
 ) -> tuple[LinkCondition, ...]:
-    """The conditions between two ranks, as numbers 0 and 1, wherever they are in the mesh."""
+    """The conditions between two ranks, numbered 0 and 1, wherever they are in the mesh."""
     return tuple(_between_hosts(config, layout, {rank: at for at, rank in enumerate(ranks)}))
 
 
@@ -130,12 +130,12 @@ def _between_hosts(
 
 
 def _after_restarts(found: Iterable[LinkCondition], restarts: int) -> tuple[LinkCondition, ...]:
-    """Without cuts, if ranks were restarted: they would then be started on what still works."""
+    """The conditions, but no cuts after a restart: ranks would restart on what still works."""
     return tuple(each for each in found if not (restarts and each.cut))
 
 
 def hardware_conditions(emulation: Emulation, num_stages: int) -> tuple[LinkCondition, ...]:
-    """What messages cost on all links, at any time: the wire, and on hosts the copies."""
+    """What messages cost on all links at any time: the wire, and if delegated the host copies."""
     if emulation.message_bytes is None:
         return ()
     return tuple(

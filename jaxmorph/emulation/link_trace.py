@@ -51,14 +51,14 @@ def read_link_trace(path: str | Path, replica: Replica = ALONE) -> list[LinkCond
       and route a row applies until the next one; starts increase.
     - The second has one or more links, separated by spaces: `2-3` is both directions
       of a link, `2>3` the one from rank 2 to rank 3. A message is subject to rows of its link and
-      to rows of its direction. With replicas `r1:2-3` is replica 1's link alone, whose rows are
-      those of `2-3` and its own.
+      to rows of its direction. With replicas, `r1:2-3` is the link of replica 1 alone, to which
+      rows of `2-3` apply too.
     - `latency_ms`, `bandwidth_mbps`, `jitter_ms`, `cut` and `route` are optional and in any order.
       An empty cell means no latency, no limit, no jitter, no cut, both routes.
     - Empty lines and lines that begin with `#` are skipped.
 
     Returns:
-        One condition for each of the replica's links of each row, with its span of time or steps.
+        One condition for each link of the replica in each row, with its span of time or steps.
 
     Raises:
         UserError: The file can't be read, or a line is wrong; it names file, line, got, expected.
@@ -149,7 +149,7 @@ def _columns(place: _Place, header: Sequence[str]) -> tuple[str, ...]:
 
 
 def _conditions(place: _Place, row: Row, replica: Replica) -> Iterator[tuple[str, LinkCondition]]:
-    """The condition of each of a row's links that the replica has, with the link as written."""
+    """The condition of each link of the replica in a row, with the link as written."""
     when = STEP if STEP in row else TIME
     bandwidth_mbps = _number(place, row, "bandwidth_mbps")
     if bandwidth_mbps == 0:
@@ -182,7 +182,7 @@ def _conditions(place: _Place, row: Row, replica: Replica) -> Iterator[tuple[str
 
 
 def _directions(place: _Place, text: str, replica: Replica) -> Directions | None:
-    """None: another replica's link."""
+    """The directions that a text names; None if the link is another replica's."""
     names = [f"r{index}" for index in range(0 if replica.is_alone else replica.count)]
     name, colon, link = text.rpartition(":")
     expected = "two ranks such as 2-3, or 2>3 for one direction"

@@ -1,8 +1,8 @@
 """The pieces of PTX that make up both copy kernels.
 
-A kernel is one block of PTX that all its threads run: tests assemble and interpret the text that a
-GPU gets. Every instruction is in PTX 7.4 for sm_70 and later. Operands `$0`, `$1` ... are
-64-bit addresses. Registers are local to the block, and begin with `%` unlike any function's name:
+A kernel is one block of PTX that all its threads run. Tests assemble and interpret the text that a
+GPU gets. Every instruction is in PTX 7.4 for sm_70 and later. Operands `$0`, `$1` ... are 64-bit
+addresses. Registers are local to the block. Their names begin with `%`, as no function's name does:
 ptxas 13.0 crashes on a register that is named like a kernel.
 
 Why the signal becomes visible after the payload, by PTX's memory model:
@@ -52,11 +52,11 @@ def block(lines: Sequence[str], loads: int) -> str:
 
 
 def load_control(control: str, addresses: Sequence[tuple[str, int]]) -> list[str]:
-    """Load the thread's indices, and from the control words addresses and the number.
+    """Load the thread's indices, and the addresses and the number from the control words.
 
     Args:
         control: The operand with the control words' address.
-        addresses: Registers, and where among the control words their addresses are.
+        addresses: Each register, and the byte offset of its address in the control words.
     """
     return [
         "mov.u32 %thread, %tid.x;",
@@ -137,7 +137,7 @@ def _vector(row: int) -> str:
 
 
 def last_arriver(arrivals: str, ctas: int, lines: Sequence[str]) -> list[str]:
-    """Lines that one thread runs once the threads of all CTAs have come this far.
+    """Lines that one thread runs once the threads of all CTAs have reached them.
 
     Args:
         arrivals: The operand with the counter's address.

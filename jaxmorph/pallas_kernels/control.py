@@ -1,7 +1,7 @@
 """The control words that describe a slot to a kernel.
 
-A wrong address raises an error before a kernel gets it. The words are uint32 [5]; each
-address takes two, its low half first:
+A missing or misaligned address raises an error before a kernel gets it. The words are uint32 [5];
+each address takes two, its low half first:
 
 =====  ==============================================================================
 words  hold
@@ -73,7 +73,7 @@ def _check_address(name: str, address: int, alignment: int) -> None:
 
 
 def new_arrivals() -> jax.Array:
-    """A zero counter, uint32 [1], which shows a kernel's CTAs which of them is the last.
+    """A zero counter, uint32 [1], by which each CTA of a kernel sees whether it is the last.
 
     Every launch leaves it as it found it. Two launches must not use one at the same time, so make
     one for each channel, keep it on the device, and pass it as an argument that is not donated (a

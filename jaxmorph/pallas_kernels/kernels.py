@@ -95,7 +95,7 @@ def copy_from_host(
 
     Returns:
         The payload, and a ticket, uint32 [1]: the control's number. The slot may be reused once the
-        ticket is ready; unlike the payload, no other program takes it over.
+        ticket is ready; wait for it, not for the payload, which another program may take over.
 
     Raises:
         ImportError: If JAX has no Mosaic GPU backend here.

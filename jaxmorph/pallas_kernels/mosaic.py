@@ -111,7 +111,7 @@ def require_kernels(device: Any, host: str | None = None) -> None:
         host: The machine that sees their writes, as `platform.machine()`; None: this one.
 
     Raises:
-        NoKernelsError: If not; it names the supported ones.
+        NoKernelsError: If not; the message names what is supported.
         ImportError: If JAX has no Mosaic GPU backend here.
     """
     _require_cuda(device)

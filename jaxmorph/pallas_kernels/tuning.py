@@ -32,8 +32,8 @@ class CopyTuning:
 
 # Reasoned, not measured: PCIe 5 x16 moves about 53 GB/s to the host and 35 GB/s from it for threads
 # that copy (nvbandwidth's figures for the H100), with round trips of about 0.9 and 1.3 us, so some
-# 48 KiB must be in flight either way. These have a third more, and twice as much again for reads,
-# whose round trips a busy bus lengthens.
+# 48 KiB must be in flight either way. `TO_HOST` has a third more. `FROM_HOST` has twice as much as
+# `TO_HOST`: a busy bus lengthens the round trips of reads.
 TO_HOST = CopyTuning(ctas=8, loads=4)
 FROM_HOST = CopyTuning(ctas=8, loads=8)
 

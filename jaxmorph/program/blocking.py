@@ -40,7 +40,7 @@ from jaxmorph.schedule.timeline import CopySpan, Timeline, TransferSpan
 class Disturbance:
     """How ops and messages of a simulated step deviate from the plan; the base class: not at all.
 
-    Equal calls must return equal values: both ends of a direct transfer call.
+    Equal calls must return equal values: both ends of a direct transfer call `message_ms`.
     """
 
     def op_ms(self, rank: int, op: Op, planned_ms: float) -> float:
@@ -63,20 +63,20 @@ def simulate_blocking(
 ) -> Timeline:
     """The exact times of every op, transfer and copy, as in a measured timeline.
 
-    A direct transfer is a rendezvous: each end holds its rank's queue from its arrival there until
-    both ends have arrived and the link's occupancy and latency have passed. A pair of them is one
-    rendezvous and takes as long as the slower of its two directions. A delegated send holds no
-    queue: its message waits for earlier ones to leave the link direction and arrives after its
+    A direct transfer is a rendezvous: it holds each rank's queue from when that queue reaches it
+    until both have reached it and the link's occupancy and latency have passed. A pair of transfers
+    is one rendezvous and takes as long as the slower of its two directions. A delegated send holds
+    no queue: its message waits for earlier ones to leave the link direction and arrives after its
     occupancy and latency; a receive holds the queue until then. Copies of stashes run beside the
-    queue, one after another in each direction; an op that needs a stash or a place waits for it.
-    A delegated send whose channel has no free slot waits for one, and so does all that follows it.
+    queue, one after another in each direction; an op that needs a stash or a place waits for it. A
+    delegated send whose channel has no free slot waits for one, and all that follows it waits too.
     The makespan excludes tied gradients, which are exchanged after the last op.
 
     Args:
         programs: Each rank's instructions, in rank order.
-        costs: An op of one of V chunks takes 1/V of these.
+        costs: With V chunks, an op takes 1/V of these.
         copies: None for copies that take no time.
-        slots: The slots of either end of delegated channels; those not in it have enough.
+        slots: The slots at each end of delegated channels; channels not in it have enough.
         send_takes: The compute that each delegated message takes from its sender.
 
     Raises:
@@ -203,11 +203,11 @@ class _Board:
 
 @dataclass
 class _LimitedChannel:
-    """The messages of a delegated channel with so many slots at either end.
+    """The messages of a delegated channel with ``num_slots`` slots at each end.
 
-    A message leaves when the receiver's end has a slot for it. It then frees the sender's; the
-    receiver's is free once its host has taken the message. Both are known to the sender after the
-    latency of the way back.
+    A message leaves when the receiver's end has a slot for it, and frees the sender's slot when it
+    arrives. The receiver's slot is free once its host has taken the message. The sender learns of
+    both after the latency of the reverse direction.
     """
 
     name: Channel
@@ -351,7 +351,7 @@ class _Rank:
 
 
 def _op_ms(costs: StageCosts, program: RankInstructions) -> dict[OpKind, float]:
-    """How long a rank's ops take, of each kind."""
+    """How long a rank's ops of each kind take."""
     return {kind: costs.duration_ms(program.rank, kind) / program.num_chunks for kind in OpKind}
 
 

@@ -1,13 +1,13 @@
 """Proves by replay that ranks' instructions run to completion and use only data they have.
 
-Ranks wait for each other at transfers alone. So one replay runs the transfers of all ranks under
+Ranks wait for each other only at transfers. So one replay runs the transfers of all ranks under
 the rules of the real queues: in order; a direct transfer, or pair of them, only when both ends have
 reached it; a delegated send at once, and its receive after the send and all earlier receives of its
-channel. What a rank holds at an instruction follows from its own earlier ones, so a second replay
-takes each rank by itself.
+channel. What a rank holds at an instruction follows from its own earlier instructions, so a second
+replay runs each rank alone.
 
-What completes here also completes if a link's direct path fails at any of its transfers, after
-which each pair is a send through a slot and then a receive (`docs/explanation/failures.md`).
+A program that completes here also completes if a link's direct path fails at any of its transfers.
+Each pair is then a send through a slot, followed by a receive (`docs/explanation/failures.md`).
 """
 
 from collections import deque
@@ -90,7 +90,7 @@ class _Transfers:
 
 
 def _replay_transfers(ranks: list[_Transfers]) -> None:
-    """Runs the transfers of all ranks, which end at the same ones however they take turns."""
+    """Runs the transfers of all ranks; the order of turns does not change where they end."""
     in_flight: InFlight = {}
     awake = deque(ranks)
     while awake:
@@ -176,7 +176,7 @@ def _around(program: RankInstructions, position: int) -> str:
 class _Alone:
     """What one rank has done and holds, on its device and in host memory.
 
-    What was made counts as held from then on: it is freed after its last use, so none comes later.
+    A buffer counts as held once it is made: it is freed after its last use, so no use comes later.
     """
 
     program: RankInstructions
@@ -187,7 +187,7 @@ class _Alone:
     offloaded: set[Buffer] = field(default_factory=set)
 
     def replay(self) -> str | None:
-        """Runs all instructions; why one can't run, or that a stash is never fetched."""
+        """Runs all instructions; returns why one can't run or a stash is never fetched, or None."""
         done, held = self.done, self.held  # large steps have a million instructions
         steps = zip(self.program.instructions, uses(self.program), strict=True)
         for self.position, (step, (read, made)) in enumerate(steps):
@@ -199,7 +199,7 @@ class _Alone:
                         return f"{step} a second time"
                     done.add(op)
                 held.update(made)
-            elif made:  # by a message that has come; a fetch fills nothing anew
+            elif made:  # by a received message; a fetch fills no new buffer
                 held.update(made)
             elif (reason := self._take(step)) is not None:
                 return reason
@@ -209,7 +209,7 @@ class _Alone:
         return None
 
     def _take(self, step: Instruction) -> str | None:
-        """Runs an instruction of a rare kind, or a send; why it can't, or None."""
+        """Runs an instruction of a rare kind, or a send; returns why it can't, or None."""
         if isinstance(step, Send):
             return self._unfinished(step) if step.transfer.payload is _TIED else None
         if isinstance(step, Offload | Fetch | AwaitRoom):
@@ -223,7 +223,7 @@ class _Alone:
         return f"{step} runs before its {buffer} is there"
 
     def _copy(self, step: Offload | Fetch | AwaitRoom) -> str | None:
-        """Moves a stash; why it can't, or that an awaited offload hasn't begun."""
+        """Moves a stash; returns why it can't or that an awaited offload hasn't begun, or None."""
         awaited = None
         match step:
             case AwaitRoom(awaited):

@@ -30,7 +30,7 @@ from jaxmorph.schedule.ops import Op, OpKind
 class Flow(NamedTuple):
     """What a virtual stage makes for a neighbour: an activation or a gradient of each microbatch.
 
-    The same op of the target needs it: F3 the F3 of the stage before, B3 the B3 of the stage after.
+    The target's same op needs it: F3 needs F3 of the stage before, B3 needs B3 of the stage after.
     """
 
     payload: Payload

@@ -1,8 +1,8 @@
 """The instructions of one rank for one step: run an op, send, receive, offload, reduce, update.
 
-An instruction names buffers, never arrays; `dataflow` derives which ones each reads and writes, and
-after which one each is freed. `instructions_text` is the form that processes exchange, with one
-line per instruction.
+An instruction names buffers, never arrays; `dataflow` derives which buffers an instruction reads
+and writes, and after which instruction a buffer is freed. `instructions_text` is the form that
+processes exchange, with one line per instruction.
 """
 
 import re
@@ -182,7 +182,7 @@ class Receive:
 class SendReceive:
     """A pair: sends a buffer and receives a message of the same link, both in one program.
 
-    The queue waits until the peer has come to the pair, and then once for both.
+    The queue waits until the peer has reached the pair, then once for both messages.
     """
 
     sent: Transfer
@@ -209,7 +209,7 @@ Move: TypeAlias = Send | Receive | SendReceive
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Starts to copy a stash to host memory, which frees its place on the device at the end.
+    """Starts to copy a stash to host memory, which frees its place on the device when it ends.
 
     A rank's offloads end in the order of its instructions.
     """
@@ -250,7 +250,7 @@ class Reduce:
     """Sums the gradients of a tied parameter's two copies, in stage order on both ends.
 
     Attributes:
-        index: That of the tied parameter.
+        index: The tied parameter's index.
         buffer: The gradient of the peer's copy; None if one rank holds both copies.
     """
 

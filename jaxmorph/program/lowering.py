@@ -43,7 +43,7 @@ from jaxmorph.schedule.schedule import Schedule
 from jaxmorph.schedule.simulate import simulate
 from jaxmorph.schedule.timeline import Timeline
 
-# Ranks share what is alike on them, so large plans have fewer objects.
+# Ranks share equal instructions, so large plans have fewer objects.
 _run = lru_cache(maxsize=1 << 14)(Run)
 
 
@@ -74,15 +74,15 @@ def lower(
     """Each rank's instructions for one step of a schedule.
 
     Direct transfers have the same order on both ends. A delegated send comes right after its op, a
-    delegated receive right before.
+    delegated receive right before its op.
 
     Args:
         planned: The schedule's simulated timeline, which decides the order of transfers.
         routes: A link that is missing is direct.
         num_tied: How many parameters have a copy on both the first and the last stage, which
             exchange the copies' gradients after their last op.
-        pairs: Whether transfers of direct links go in pairs (`join_pairs`); None: as the schedule's
-            kind does (`goes_in_pairs`).
+        pairs: Whether transfers of direct links go in pairs (`join_pairs`); None: as
+            `goes_in_pairs` says for the schedule.
     """
     routes = routes or {}
     num_ranks = schedule.num_stages
@@ -171,8 +171,8 @@ class GlobalOrder(NamedTuple):
     """The places of all ops and transfers of a step in one order that every rank follows.
 
     Attributes:
-        ops: Those of each rank's ops, in its order.
-        transfers: Those of each flow between two ranks, by microbatch.
+        ops: The places of each rank's ops, in the rank's order.
+        transfers: The places of each flow between two ranks, by microbatch.
     """
 
     ops: list[Keys]
@@ -182,7 +182,7 @@ class GlobalOrder(NamedTuple):
 class _Planned(NamedTuple):
     """When ops of a rank are planned, exactly and in whole microseconds, and their ties.
 
-    Sums of the same durations in another order are equal in whole microseconds only.
+    Sums of the same durations in different orders are equal only in whole microseconds.
     """
 
     exact_start_us: np.ndarray
@@ -196,7 +196,7 @@ class _Planned(NamedTuple):
         return cls(start_ms * 1e3, starts, ends, tie)
 
     def of_ops(self, positions: Sequence[int]) -> "_Planned":
-        """The same for the ops at some positions alone."""
+        """The same, for only the ops at some positions."""
         return _Planned(*(values[positions] for values in self))
 
 
@@ -237,9 +237,9 @@ def _transfer_keys(made: _Planned, time_us: np.ndarray, turn: int) -> Keys:
 def _nearer_boundaries(made: _Planned, there: _Planned) -> np.ndarray:
     """When to place the transfers of some ops' results.
 
-    That is the op's end, unless the receiver has then just begun an op: if less time has passed
-    since that start than is left until its end, the transfer goes before it (but always after the
-    start of its own op).
+    A transfer is placed at the end of the op that makes its data, unless the receiver has just
+    begun an op by then: if less time has passed since that start than is left until its end, the
+    transfer goes before that op (but always after the start of the op that makes its data).
     """
     running = np.searchsorted(there.exact_start_us, made.end_us) - 1
     start_us, end_us = there.start_us[running], there.end_us[running]
@@ -275,8 +275,8 @@ def _positions(order: Sequence[Op], num_chunks: int, num_microbatches: int) -> _
 
 
 def _ties(schedule: Schedule) -> list[np.ndarray]:
-    """Numbers of each rank's ops: no two are equal, and an op's is over 0.5 above what it needs."""
-    # If every op takes a unit of time, it starts at least one after all that it needs.
+    """A number per op: no two are equal, and an op is over 0.5 above the ops that it needs."""
+    # If every op takes one unit of time, an op starts at least one after the ops it needs.
     ran = replay(schedule.orders, schedule.num_microbatches, schedule.placement)
     schedule.require_complete(ran.ends)
     most = 2 * schedule.num_stages

@@ -35,10 +35,10 @@ def offload(
     ahead: int = 1,
     early: bool = False,
 ) -> RankInstructions:
-    """The instructions with the fewest offloads that fit the device; unchanged if they fit.
+    """The instructions with the fewest offloads that fit the device; unchanged if they fit without.
 
     An offload starts right after its F, so that the copy has the most time. The stash comes back
-    before its B as soon as there is room, at most ``ahead`` ops before. An instruction that needs
+    as soon as there is room, at most ``ahead`` ops before its B. An instruction that needs
     the place of a leaving stash waits for its offload: see `await_room`.
 
     Args:
@@ -123,7 +123,7 @@ def _farthest(
 def _made_first(
     ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory, spare: int
 ) -> set[Buffer]:
-    """As many stashes, each replaced by the one made first that leaves room at every op."""
+    """The chosen stashes, each replaced by the one made first that leaves room at every op."""
     uses, held = _uses(ops), _held_at(ops, chosen, memory)
     room = memory.room - (1 + spare) * memory.after_forward
     replaced = set(chosen)
@@ -222,7 +222,7 @@ def _held_at(ops: Sequence[Op], chosen: Collection[Buffer], memory: StageMemory)
 def await_room(program: RankInstructions, memory: StageMemory) -> RankInstructions:
     """Adds the fewest waits with which instructions fit the device, however slow its copies are.
 
-    Without waits, it must fit if copies take no time.
+    Without waits, the program must fit if copies take no time.
     """
     return replace(program, instructions=tuple(_awaiting(program, _Device(memory))))
 
@@ -246,7 +246,7 @@ class _Device:
             self.leaving.popleft()
 
     def last_to_leave(self, growth: int) -> Buffer | None:
-        """The stash that must leave to make room for so much more, if any."""
+        """The last stash that must leave to make room for ``growth`` more, if any."""
         last = None
         for stash in self.leaving:
             if self.most + growth <= self.memory.room:

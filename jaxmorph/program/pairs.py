@@ -27,7 +27,7 @@ from jaxmorph.schedule.schedule import Schedule
 def goes_in_pairs(schedule: Schedule) -> bool:
     """Whether a schedule's transfers always go in pairs: if its backwards are whole ops.
 
-    Such are 1F1B, its eager form and interleaving, whose own authors exchange messages so, and
+    These are 1F1B, its eager form and interleaving, whose authors exchange messages in pairs, and
     GPipe, which has few pairs.
     """
     return any(op.kind is OpKind.BW for order in schedule.orders for op in order)
@@ -36,12 +36,12 @@ def goes_in_pairs(schedule: Schedule) -> bool:
 def join_pairs(programs: Sequence[RankInstructions]) -> list[RankInstructions]:
     """Joins an activation and a gradient that follow each other on a direct link to a pair.
 
-    The first one goes when the second does, unless an op needs it before that. An op that comes
-    after the second one in its queue loses nothing by the wait, and the first one's own rendezvous
-    is gone. So where a link delays both directions alike, pairs never make a step longer.
+    The first transfer then runs with the second. They stay apart if an op needs the first before
+    that. An op after the second in its queue loses nothing by the wait, and one rendezvous is
+    saved. So where a link delays both directions alike, pairs never make a step longer.
     """
     ends = [*map(_direct_ends, programs)]
-    before: dict[Link, Transfer] = {}  # of each link, the transfer that the next one may take along
+    before: dict[Link, Transfer] = {}  # by link: the transfer that the next one may be joined with
     taken: dict[Transfer, Transfer] = {}
     for rank, own in enumerate(ends):
         for transfer in own:
@@ -59,7 +59,7 @@ def join_pairs(programs: Sequence[RankInstructions]) -> list[RankInstructions]:
 def _direct_ends(program: RankInstructions) -> dict[Transfer, tuple[int, float]]:
     """The positions of a rank's direct transfers of ops' results, and of the ops that need them.
 
-    That of an op has a meaning only for what the rank receives.
+    The op's position has a meaning only for a transfer that the rank receives.
     """
     read_at: dict[Buffer, int] = {}
     found: dict[Transfer, int] = {}
@@ -81,9 +81,9 @@ def _may_be_paired(step: Send | Receive) -> bool:
 def _may_join(
     first: Transfer, second: Transfer, at_receiver: Mapping[Transfer, tuple[int, float]]
 ) -> bool:
-    """Whether one transfer of a link can wait for the next, by what the first one's receiver runs.
+    """Whether a link's transfer can wait for the next one, by what the receiver of the first runs.
 
-    They go in opposite directions, one is an activation and one a gradient.
+    They must go in opposite directions, one an activation and one a gradient.
     """
     goes_back = first.source == second.destination and first.payload is not second.payload
     return goes_back and at_receiver[first][1] > at_receiver[second][0]

@@ -1,9 +1,9 @@
-"""How many messages of a channel can be under way at once, and what fits into host memory.
+"""How many messages of a channel can be in flight at once, and what fits into host memory.
 
 A rank's host enqueues instructions ahead of time; only a delegated receive makes it wait. A send
 takes its slot when it is enqueued and frees it when the receiver has the message. So the slots in
-use are bounded by what a send's rank knows about the receiver's progress, through the messages that
-it had to wait for. One replay with vector clocks finds that knowledge, which no duration changes.
+use are bounded by what the sender knows of the receiver's progress from the messages that it had to
+wait for. One replay with vector clocks finds what it knows, which does not depend on durations.
 
 With fewer slots the step still runs, unless the ranks then wait for each other: a send waits for a
 slot, as `blocking.simulate_blocking` simulates.
@@ -44,10 +44,10 @@ _Clock = np.ndarray
 
 
 def slots_needed(programs: Sequence[RankInstructions]) -> dict[Channel, int]:
-    """For every delegated channel, the slots with which no send of a step ever waits for one.
+    """For every delegated channel, the number of slots with which no send of a step ever waits.
 
-    It is the largest number of messages sent and not received under any timing of ops and links,
-    rounded up to a power of two, and is enough at both ends.
+    It is the largest number of messages sent but not received, under any timing of ops and links,
+    rounded up to a power of two. It is enough at both ends.
 
     Raises:
         ProgramError: The ranks wait for each other for ever.
@@ -125,7 +125,7 @@ class HostRoom:
         return tuple(taken)
 
     def short_bytes(self) -> tuple[int, ...]:
-        """What each rank lacks for the fewest slots; nowhere above 0: some plan fits."""
+        """Bytes that each rank lacks for the fewest slots; if none is above 0, some plan fits."""
         if self.rank_bytes is None:
             return ()
         least = self.taken_bytes(self.slots_wanted({}), len(self.rank_bytes))
@@ -140,8 +140,8 @@ class HostRoom:
         have the fewest.
 
         Args:
-            needed: By training steps.
-            also: By evaluations, for example: only what training steps leave.
+            needed: The slots that training steps need.
+            also: Those that evaluations need, for example; they get only what training leaves.
         """
         slots = self._halved(self.slots_wanted(needed), self.slots_wanted({}))
         if also is None:
@@ -184,7 +184,7 @@ def most_offloaded_bytes(program: RankInstructions, stash_bytes: int) -> int:
             most = max(most, away)
         elif isinstance(step, Fetch):
             away -= 1
-    # One more: the host's copy of a stash that comes back lives until it is back.
+    # One more: the host keeps its copy of a stash until the fetch has ended.
     most += any(isinstance(step, Fetch) for step in program.instructions)
     return -(-most * stash_bytes // program.num_chunks)
 

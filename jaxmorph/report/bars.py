@@ -1,4 +1,4 @@
-"""Holds the runs of a comparison against the bars of its configuration."""
+"""Judges the runs of a comparison by the bars of its configuration."""
 
 from collections.abc import Mapping
 

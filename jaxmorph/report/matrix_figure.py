@@ -32,7 +32,7 @@ def save_figure(path: Path, draw: Callable[[Matrix], Figure], matrix: Matrix) ->
         draw(matrix).savefig(path, dpi=150)
 
 
-_LONG = 30  # characters, of which four columns are wider than the smallest figure
+_LONG = 30  # characters; four columns of such entries don't fit the smallest figure
 
 
 def matrix_figure(matrix: Matrix) -> Figure:

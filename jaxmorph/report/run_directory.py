@@ -68,9 +68,9 @@ class RecoveryFile:
 class RunLines:
     """Appends to `metrics.jsonl` and `events.jsonl`, each line whole.
 
-    Two processes do: rank 0 writes what it measures, before it sends it to anybody, and the process
-    that started the ranks writes what it sees of them. A line that can't be written, as on a full
-    disk, raises OSError, and waits for the next one.
+    Two processes append: rank 0 writes its measurements before it sends them, and the process that
+    started the ranks writes what it observes. A line that can't be written, as on a full disk,
+    raises OSError, and is written with the next one.
 
     Args:
         path: A run's directory.
@@ -88,10 +88,10 @@ class RunLines:
         self._events.write(_json_line(event.line()))
 
     def sync(self) -> None:
-        """Have all lines so far on disk.
+        """Sync all lines so far to disk.
 
         Raises:
-            OSError: They can't be written; it names the file.
+            OSError: They can't be written; the error names the file.
         """
         for each in (self._metrics, self._events):
             each.sync()
@@ -117,7 +117,7 @@ class ObservationFiles:
         """Append a record, or begin a new file with it.
 
         The oldest files are removed while all together exceed 32 MiB. After a record that can't be
-        written the next file begins with the next state.
+        written, others are dropped until one begins a new file.
         """
         path, self._file = self._file, None
         if begins:
@@ -208,7 +208,7 @@ class RunDirectory:
             self._tensorboard.write_step(record)
 
     def show_event(self, event: Event) -> None:
-        """Have TensorBoard's records on disk when a checkpoint is."""
+        """Write TensorBoard's records to disk when a checkpoint is saved."""
         if self._tensorboard is not None and event.kind == EventKind.CHECKPOINT_SAVED:
             self._tensorboard.close()  # a run that resumes from here never writes these steps again
 
@@ -307,7 +307,7 @@ def reopen_run_directory(path: Path, config: Config, step: int) -> RunDirectory:
     """Open the directory of a run that resumes after `step` steps, with a new configuration.
 
     The lines of later steps are removed, since these steps will be done again, except for events
-    about failures and restarts. So is what can't be read, and `RunDirectory.damage` says what.
+    about failures and restarts. What can't be read is removed too; `RunDirectory.damage` says what.
 
     Raises:
         UserError: A file can't be written, or tensorboardX is missing.
@@ -369,7 +369,7 @@ def _keep_lines(path: Path, kind: type[_Line], wanted: Callable[[_Line], bool]) 
 
 
 def _remove_damaged(path: Path) -> Iterator[str]:
-    """Remove a file with one object that is not what was written; no run needs it to continue."""
+    """Remove a file of one JSON object if it is damaged; no run needs it to continue."""
     if not path.is_file():
         return
     try:
@@ -417,9 +417,9 @@ def _cannot_write(config: Config, error: OSError) -> UserError:
 
 
 def _claim(path: Path, config_text: str) -> bool:
-    """Claim an absent or empty directory by creating its config.yaml, which one run alone can.
+    """Claim an absent or empty directory by creating its config.yaml, which only one run can.
 
-    The secret of a job's tasks may be there: they have met before one of them claims it.
+    The secret of a job's tasks may be there: they meet before one of them claims the directory.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -39,8 +39,8 @@ class PlannedRun:
     """The plan of a system under a condition.
 
     Attributes:
-        predicted_ms: The step, simulated with measured op costs and the condition's delays; of
-            several blocks the median.
+        predicted_ms: The step, simulated with measured op costs and the condition's delays; for
+            several blocks, the median.
         lower_bound_ms: No schedule is faster with the same costs and delays.
         around_ops_ms: The part of both that lies before a step's first op and after its last, as
             measured in healthy steps (`rank_times.around_ops_ms`).
@@ -63,9 +63,10 @@ class PlannedRun:
 
 BESIDE = "beside other work"
 LARGEST_SHARE = 0.05
-"""A block is disturbed in which other processes kept a larger share of the processors busy.
+"""A block is disturbed if other processes kept a larger share of the processors busy.
 
-On an idle machine of two processors it is below 0.01: see the blocks of docs/results/figure9.
+On an idle machine of two processors the share is below 0.01: see the blocks in
+docs/results/figure9.
 """
 
 
@@ -76,8 +77,8 @@ class BlockLoad:
     Attributes:
         block: Its number, from 1.
         date: When it began.
-        load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
-        load_during: That of one minute at the end of each measured round.
+        load_before: The load averages of 1, 5 and 15 minutes; the same for `load_after`.
+        load_during: The load average of one minute at the end of each measured round.
         others_share: The mean share of the processors that other processes kept busy; None: not
             known.
     """
@@ -141,12 +142,12 @@ class Run:
             step to the end of its last, failures included.
         peak_on_device: For each stage, the most microbatches whose stash its device held at once.
         goodput: Of a whole run: `Goodput.share`.
-        reference_s: Of a whole run: what is published of its length.
+        reference_s: Of a whole run: its published length.
         recoveries: Of a whole run: the failures that led to a restart, as in `recovery.json`.
         held_up_s: Of a whole run: how long failed direct paths held up the queues of their ends
             before their links were delegated; of those that failed in one step, the longest.
-        moves: Of a whole run: of each time that ranks changed places, the lengths of its phases in
-            which no step ran, by name, in seconds.
+        moves: Of a whole run: for each time that ranks changed places, the lengths of the phases
+            in which no step ran, by name, in seconds.
         load: The machine's load average of a minute at the end of each round, or of a whole run.
     """
 
@@ -257,10 +258,10 @@ class Provenance:
     """How, where, when and with what something was measured.
 
     Attributes:
-        commit: Of the sources, with `-dirty` if files had uncommitted changes; of an installed
-            package, which has none, its name and version.
+        commit: The commit of the sources, with `-dirty` if files had uncommitted changes; for an
+            installed package, its name and version.
         date: When it began, in UTC.
-        load_before: The load averages of 1, 5 and 15 minutes; as `load_after`.
+        load_before: The load averages of 1, 5 and 15 minutes; the same for `load_after`.
         configuration: `configuration_digest` of `jaxmorph.compare.provenance`; None for what has no
             configuration.
     """
@@ -275,7 +276,7 @@ class Provenance:
     configuration: str | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """It as (label, text) pairs, in reading order."""
+        """The provenance as (label, text) pairs, in reading order."""
         return [
             ("command", f"`{self.command}`"),
             *([("configuration", f"sha256 {self.configuration}")] if self.configuration else []),
@@ -306,7 +307,7 @@ class Matrix:
         reference_source: Where `reference_ms` comes from.
         notes: What a reader must know, by label, such as the regime.
         informed: The systems that are given the delays of links.
-        bars: What runs were to hold.
+        bars: The configured limits, with what was measured.
         blocks: What else the machine did in each block, in their order.
     """
 

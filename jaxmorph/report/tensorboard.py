@@ -30,7 +30,7 @@ class TensorBoardEvents:
         self._writer: Any = self._open(first_step, purge_step=first_step)
 
     def _open(self, step: int, **options: Any) -> Any:
-        # Of any length: a full queue would wait for ever once the writer's thread could not write.
+        # An unlimited queue: a full one would block for ever once the writer's thread can't write.
         options |= {"max_queue": 0, "flush_secs": _FLUSH_S}
         return load_writer()(self._folder, filename_suffix=f".from_step_{step}", **options)
 

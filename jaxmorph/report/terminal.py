@@ -93,7 +93,7 @@ def _open_for_a_run(console: Console | None) -> tuple[Console, bool]:
         return open_console(console)
     file = best_effort(sys.stdout, _CLOSED)
     console, can_redraw = open_console(Console(file=file))
-    return console, can_redraw and file.isatty()  # FORCE_COLOR makes no terminal of a file
+    return console, can_redraw and file.isatty()  # FORCE_COLOR doesn't make a file a terminal
 
 
 class LiveReporter(Reporter):
@@ -196,7 +196,7 @@ class PlainReporter(Reporter):
         self._write_rows(summary_rows(summary))
 
     def close(self) -> None:
-        """Wait a little until all is written."""
+        """Wait briefly until everything is written."""
         drain(self._file)
 
     def _write_rows(self, rows: list[tuple[str, str]]) -> None:

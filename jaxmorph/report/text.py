@@ -117,7 +117,7 @@ def describe_routes(routes: Mapping[str, str]) -> str:
     """The links' routes, such as `direct` or `2-3 delegated, else direct`."""
     if not routes:
         return _UNKNOWN
-    # Of as many links on each route, the direct ones are the usual.
+    # If both routes have equally many links, direct is the usual one.
     usual = Counter(sorted(routes.values(), reverse=True)).most_common(1)[0][0]
     others = [f"{link} {route}" for link, route in routes.items() if route != usual]
     return f"{', '.join(others)}, else {usual}" if others else usual
@@ -127,7 +127,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """Values as a row of bars; values that are not finite leave a gap.
 
     Args:
-        width: The most characters; of more values, neighbours are averaged.
+        width: The most characters; if there are more values, neighbours are averaged.
     """
     columns = min(width, len(values))
     cuts = [len(values) * column // max(columns, 1) for column in range(columns + 1)]

@@ -1,7 +1,7 @@
-"""Whose failure it is: ranks wait for each other, so one failure raises many errors.
+"""Finds the cause of a failure: ranks wait for each other, so one failure raises many errors.
 
 An error of a rank that waited in vain names the rank it waited for (`waited_for`). From rank to
-rank these names lead to one that waits for nobody: that one has failed. Or they lead in a circle:
+rank these names lead to one that waits for nobody: that rank has failed. Or they lead in a circle:
 then the link between its ranks carries nothing.
 
 The launcher follows the reports of failed ranks (`cause_of`). Where links fail over, ranks also
@@ -22,16 +22,16 @@ from jaxmorph.records import Link
 
 _PLACE_TAKEN = re.compile(rb"(\d+) unexpectedly tried to connect with a different incarnation")
 _END_OF_LOG_BYTES = 1 << 16
-_LONG_SHARE = 1 / 4  # of the time that a wait has
+_LONG_SHARE = 1 / 4  # of a wait's timeout
 
 Found = TypeVar("Found")
 
 
 class WaitedInVainError(TimeoutError):
-    """A rank waited for another one, and its time was over.
+    """A rank waited for another one until its deadline.
 
     Attributes:
-        waited_for: Where the waiting leads; None: to a link, which the message names.
+        waited_for: The rank that caused the wait; None: a link did, which the message names.
     """
 
     def __init__(self, message: str, waited_for: int | None) -> None:
@@ -46,7 +46,7 @@ class Wait:
     Attributes:
         peer: The rank that it waits for; None: it waits no more.
         what: For which message, in words.
-        number: Its reports count up; one that comes late, by a detour, changes nothing.
+        number: Counts the rank's reports; one that a later one has overtaken is ignored.
     """
 
     rank: int
@@ -70,10 +70,10 @@ def follow(waits: Mapping[int, int], rank: int) -> tuple[int, ...]:
 
 
 def cause_of(failures: Sequence[RankFailed]) -> RankFailed:
-    """The failure that explains the others, of at least one.
+    """The failure that explains the others; there must be at least one.
 
-    The first that is a rank's own; else the one that ranks' waiting leads to. A rank that has
-    reported nothing, for example because it is stopped, gets the report of one that waited for it.
+    It is the first that is a rank's own; else the one that ranks' waiting leads to. A rank that has
+    reported nothing, such as a stopped one, gets the report of a rank that waited for it.
     """
     # A rank that stalled failed when it made progress for the last time.
     in_order = sorted(failures, key=lambda each: (each.time_s - each.silent_s, each.rank))
@@ -85,7 +85,7 @@ def cause_of(failures: Sequence[RankFailed]) -> RankFailed:
     waits = {rank: each.waited_for for rank, each in waiting.items() if each.waited_for is not None}
     guilty = follow(waits, first.rank)
     witness = next(each for each in in_order if each.waited_for in guilty)
-    # A rank that ends without a report after others have failed has been ended on their account.
+    # A rank that ends without a report after others have failed was ended because of them.
     reported = [
         each
         for each in in_order
@@ -98,10 +98,10 @@ def cause_of(failures: Sequence[RankFailed]) -> RankFailed:
 
 
 def rank_of_stranger(log_of_rank_0: Path) -> int | None:
-    """The rank as which a process that isn't the run's has connected to JAX's service, if any.
+    """The number under which a process that isn't the run's has connected to JAX's service, if any.
 
-    JAX lets anyone in. When the rank itself comes, or a second process with its number, the service
-    ends all ranks, with no other trace than a line in the log of the one that serves.
+    JAX accepts any process. When the rank itself connects, or a second process with its number, the
+    service ends all ranks. The only trace is a line in the log of the rank that serves.
     """
     try:
         with log_of_rank_0.open("rb") as log:
@@ -157,7 +157,7 @@ class LongWaits:
         peer: int,
         describe: Callable[[float], str],
     ) -> Found:
-        """Wait for a rank; the others learn of it before their own time is over, if it is long.
+        """Wait for a rank; the others learn of a long wait before their own deadlines.
 
         Args:
             attempt: Waits until a time, by the monotonic clock; None: nothing came by then.
@@ -181,7 +181,7 @@ class LongWaits:
     def _change_own(self, change: Callable[[], None]) -> None:
         """Change this rank's own waits; if another one is the oldest now, report that.
 
-        Others follow one wait of a rank. Its threads may wait for several ranks at once.
+        Others follow only one wait of a rank, but its threads may wait for several ranks at once.
         """
         with self._lock:
             before = self._own[:1]
@@ -195,7 +195,7 @@ class LongWaits:
         self._forward(report)
 
     def error(self, message: str, peer: int) -> WaitedInVainError:
-        """The error of this rank, which has waited for `peer` until its time was over."""
+        """The error of this rank, which has waited for `peer` until its deadline."""
         return WaitedInVainError(*self.explain(message, peer))
 
     def explain(self, message: str, peer: int) -> tuple[str, int | None]:

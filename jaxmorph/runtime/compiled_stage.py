@@ -1,6 +1,6 @@
 """A rank's stage, compiled: what can be made of it before it has parameters, peers or a queue.
 
-So a rank that is to change its place compiles its next stage while it still trains.
+So a rank that will change its place compiles its next stage while it still trains.
 """
 
 from collections.abc import Callable, Mapping
@@ -138,7 +138,7 @@ def _build_programs(
     submesh: Mesh,
     stamp: Callable[[str], None],
 ) -> list[tuple[StagePrograms, ...]]:
-    """For each length the programs of a rank's chunks; those of equal size and place share them."""
+    """The programs of a rank's chunks, by length; chunks of equal size and place share them."""
 
     @cache
     def build(length_index: int, num_layers: int, is_first: bool, is_last: bool) -> StagePrograms:

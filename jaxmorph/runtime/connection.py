@@ -3,7 +3,7 @@
 Both ends prove that they know the run's secret before anything else is said: the listener sends a
 nonce, the caller its own nonce and a proof, the listener its proof. A proof is an HMAC over the
 purpose of the connection, both ranks and both nonces, with a label for the role of its maker, so it
-can't be used again, elsewhere, or against its maker. The seals' keys follow from the same.
+can't be used again, elsewhere, or against its maker. Seals' keys are derived from the same data.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def _losses_named() -> Iterator[None]:
 
 
 def digest_of(message: bytes) -> bytes:
-    """What is sealed in place of a message: one that goes to many ranks is read once for all."""
+    """What is sealed in place of a message, so that one for many ranks is hashed only once."""
     return sha256(message).digest()
 
 
@@ -101,7 +101,7 @@ class Connection:
         """Wait for one message.
 
         Raises:
-            TimeoutError: If it doesn't come within the deadline. The next call waits on for it.
+            TimeoutError: If it doesn't come within the deadline. The next call still waits for it.
             ConnectionLostError: If the peer is gone, announces more than the limit, or its seal is
                 wrong.
         """
@@ -123,16 +123,16 @@ class Connection:
         return message
 
     def notice_lost_hosts(self) -> None:
-        """Have the kernel ask every 10 s whether the peer's host answers; without it, after 2 h.
+        """Have the kernel ask every 10 s whether the peer's host answers, instead of after 2 h.
 
         For connections that carry nothing. After 70 s of silence, or when a host that has started
-        again answers that it knows no such connection, it counts as closed.
+        again answers that it knows no such connection, the connection counts as closed.
         """
         for option, value in _KEEPALIVE.items():
             self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def is_open(self) -> bool:
-        """Whether the peer still has it open, without waiting; it must have no deadline."""
+        """Whether the connection is open at the peer, without waiting; it must have no deadline."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:  # open, and nothing to read
@@ -147,7 +147,7 @@ class Connection:
         self._socket.close()
 
     def _receive_up_to(self, length: int) -> None:
-        """Receive the message's first bytes; those that have come stay if the deadline is over."""
+        """Receive the message's first bytes; after a timeout the bytes received so far are kept."""
         while (missing := length - len(self._received)) > 0:
             with _losses_named():
                 part = self._socket.recv(max(missing, _READ_BYTES))
@@ -165,7 +165,7 @@ class Member(NamedTuple):
 
     Attributes:
         purpose: What the connection is for, the same at both ends: ranks come to `purpose`.
-        secret: Of the run, or of this start of it.
+        secret: The secret of the run, or of this start of the run.
     """
 
     rank: int
@@ -174,7 +174,7 @@ class Member(NamedTuple):
 
 
 def introduce(connection: Connection, own: Member, peer: int) -> None:
-    """Prove to a listening rank that this is a rank of the run, and have it prove that it is, too.
+    """Prove to a listening rank that this is a rank of the run, and have it prove the same.
 
     Raises:
         RefusedError: If one of them knows another secret.
@@ -202,7 +202,7 @@ def _nonce_of(hello: bytes, peer: int) -> bytes:
 
 
 def identify(connection: Connection, own: Member) -> int | None:
-    """Which rank has connected, and prove to it that this is one; None for a stranger."""
+    """Find which rank has connected, and prove to it that this is one; None for a stranger."""
     nonce = new_nonce()
     connection.send(_HELLO.pack(_NAME, VERSION, nonce))
     call = connection.receive(_CALL.size)
@@ -245,10 +245,10 @@ def serve_members(
     is_over: threading.Event,
     most_pending: int = MAX_PENDING,
 ) -> None:
-    """Accept connections until it is over; each has its own thread, so none holds up another.
+    """Accept connections until `is_over`; each has its own thread, so none holds up another.
 
     Args:
-        most_pending: Of so many that have yet to say who they are, the oldest is closed.
+        most_pending: How many may be unidentified; when one more comes, the oldest is closed.
     """
     pending: dict[Connection, None] = {}  # in the order in which they came
 

@@ -60,7 +60,7 @@ Slot = TypeVar("Slot")
 _NO_WAIT = 0.0  # a deadline long past
 
 # A receiver frees a slot over one connection and sends its next message over another, which may be
-# quicker. A wait as short as this is not for lack of slots.
+# quicker. Such a short wait doesn't mean that there are too few slots.
 _FREED_WITHIN_S = 5e-3
 
 
@@ -93,7 +93,7 @@ class DelegatedRoute:
         check: Raises errors from elsewhere on this rank. Waits call it repeatedly: after such an
             error the message they wait for may never come.
         receive_backend: Copies payloads out of slots; None: in host memory.
-        waits: Learns which waits are long, and names the cause of those that are in vain.
+        waits: Records long waits, and names the cause of waits that time out.
         links: Emulates copies from host memory, which hold no queue; None: none.
     """
 
@@ -153,15 +153,15 @@ class DelegatedRoute:
     ) -> tuple[str, ...]:
         """Free the slots that a plan doesn't need; no message may be on its way.
 
-        Sending ends are first, on all ranks: a receiver must not have fewer slots than its sender.
+        All ranks free sending ends first: a receiver must not have fewer slots than its sender.
 
         Args:
             timeout_s: How long all channels together may take to come to rest.
-            sending: Whether to free those of sending ends, or of receiving ends.
-            keep: Channels to leave as they are, by their texts.
+            sending: Whether to free slots of sending ends; else of receiving ends.
+            keep: Channels to leave as they are, as strings.
 
         Returns:
-            The channels that keep theirs, as they are not at rest.
+            The channels that keep their slots, as they are not at rest.
         """
         self._receive_backend.settle()
         deadline_s, kept = time.monotonic() + timeout_s, []
@@ -184,12 +184,12 @@ class DelegatedRoute:
     ) -> None:
         """Give channels the slots that a plan needs; no message may be on its way.
 
-        Best give them to sending ends first, on all ranks. When a receiver reports more slots than
-        its sender has, the sender uses the others only after its next message.
+        All ranks should give them to sending ends first: when a receiver reports more slots than
+        its sender has, the sender uses the additional ones only after its next message.
 
         Args:
             timeout_s: How long a channel may take to come to rest: see `DataPlane.resize`.
-            sending: Whether to give them to sending or to receiving ends; None: to both.
+            sending: Whether to give them to sending ends, else to receiving ends; None: to both.
         """
         self._reported, self._has_reported_waits = replace(self.counts), False
         self._receive_backend.settle()
@@ -227,8 +227,8 @@ class DelegatedRoute:
     def take(self, identity: TransferIdentity, arrived_s: float, deadline_s: float) -> Moved:
         """Receive on the host; also returns when the first part was sent and the last one came.
 
-        An emulated copy to the device is part of its way. It begins when a part has come, whatever
-        the host does then, and the host waits until it is over.
+        The message's time includes an emulated copy to the device. The copy begins when a part has
+        come, whatever the host does then, and the host waits until the copy is over.
         """
         del arrived_s  # of the host at this receive; the message has times of its own
         receiver = self._receivers[self._live_channel(identity)]
@@ -284,7 +284,7 @@ class DelegatedRoute:
     def _finish_copies(self, *, waits: bool = False) -> None:
         """Release copies in their order, all or up to the first that still runs.
 
-        It raises the error of one, unless its epoch was abandoned.
+        It raises a copy's error, unless the copy's epoch was abandoned.
         """
         while True:
             with self._lock:
@@ -465,7 +465,7 @@ def _tag(identity: TransferIdentity, index: int, parts: int) -> Tag:
 
 
 def _require_content(slot: IncomingSlot, identity: TransferIdentity) -> None:
-    """Refuse the empty message that a rank sends for one that it could not fill."""
+    """Refuse the empty message that a rank sends in place of one that it could not fill."""
     if not len(slot.payload):
         slot.release()
         source = identity.transfer.source

@@ -33,7 +33,7 @@ _WORD = 0xFFFFFFFF
 
 
 class PathFailedError(RuntimeError):
-    """A direct transfer's collective failed: by its path, or by the rank at its other end.
+    """A direct transfer's collective failed, because of its path or of the rank at the other end.
 
     Attributes:
         reason: What the backend reports, in short.
@@ -89,7 +89,7 @@ def _naming_path(
 class KeptOutputs:
     """What a rank has sent and its receivers may lack, per channel in the order of sending.
 
-    The receiver's count of its messages decides. Counts are of direct messages alone and continue
+    The receiver's count shows what it lacks. Counts cover only direct messages and continue
     through all epochs: a message that is resent travels delegated, and neither end counts it.
 
     Queue thread: `keep`, `release`. A link's own thread: `take_uncovered`. Lock: all state.
@@ -116,7 +116,7 @@ class KeptOutputs:
     def take_uncovered(
         self, channel: Channel, received: int
     ) -> list[tuple[TransferIdentity, jax.Array]]:
-        """What to resend, in order; nothing of the channel is kept any more.
+        """What to resend, in order; afterwards nothing of the channel is kept.
 
         Args:
             received: The receiver's count of direct messages.
@@ -250,9 +250,9 @@ class DirectRoute:
     def _arrived(self, identity: TransferIdentity, peer: jax.Array, value: jax.Array) -> Moved:
         """What a transfer brings.
 
-        Where no time is asked for, no other route would help, and the host `runs_ahead`, it doesn't
-        wait: it dispatches ops that read the message before it has come. The queue's watcher then
-        checks it.
+        Where programs are not `answered` and no other route could resend the message, a host that
+        `runs_ahead` dispatches ops that read it before it has come. The queue's watcher then checks
+        the message.
         """
 
         def check() -> float:

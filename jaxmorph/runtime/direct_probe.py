@@ -48,8 +48,8 @@ def probe_direct(
         placement: Where the stage keeps its arrays.
         pending: Arrays that are ready when the accelerator is idle.
     """
-    # An end may still be busy with its update. Each waits for that, and an unmeasured first message
-    # makes it wait for the other, so that the others measure only the link.
+    # An end may still be busy with its update, so each end waits for its own. An unmeasured first
+    # message then makes it wait for the other end, so that later messages measure only the link.
     first, _ = probe_transfers(link)
     pairs = (probe_transfers(link, number) for number in range(1, _MEASURED + 1))
     transfers = (first, *chain.from_iterable(pairs))

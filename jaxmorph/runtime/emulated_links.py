@@ -21,8 +21,8 @@ class EmulatedLinks:
 
     Both ends of a direct transfer compute its delay here. From the same conditions and times they
     get the same result, so they exchange nothing. The data plane gets the same conditions and
-    delays delegated transfers itself, all but their copies from host memory, which are the
-    receiving rank's. Without conditions nothing is delayed.
+    delays delegated transfers itself, except their copies from host memory, which the receiving
+    rank delays. Without conditions nothing is delayed.
 
     Queue thread: `wait_until_whole`, `over_s`, `on_link_s`, `concern`. Training thread: `join`,
     `emulate`. Any thread: `is_cut`, `look_again`, `received_s`. Lock (`_changed`): the emulators'
@@ -110,7 +110,7 @@ class EmulatedLinks:
     def over_s(
         self, identity: TransferIdentity, num_bytes: int, met_s: float, deadline_s: float
     ) -> float:
-        """When a transfer whose ends have met has passed the link; waits only while that is cut.
+        """When a transfer whose ends have met has passed the link; waits only while it is cut.
 
         Args:
             met_s: When the later of its ends came to it, the same number at both ends.
@@ -128,9 +128,9 @@ class EmulatedLinks:
             met_s = self.wait_until_whole(identity, met_s, deadline_s)
 
     def on_link_s(self, identity: TransferIdentity) -> float:
-        """How long a direct message that begins now is on its link; 0 if that is cut.
+        """How long a direct message that begins now is on its link; 0 if the link is cut.
 
-        Without conditions that say what messages count as, it has no bytes.
+        It has the bytes that conditions set for every message (`message_bytes`), else none.
         """
         transfer, now_s = identity.transfer, time.monotonic()
         direction = (transfer.source, transfer.destination)
@@ -157,8 +157,8 @@ class EmulatedSum:
 
     Args:
         conditions: Between replicas, by their numbers.
-        num_bytes: Of the gradients.
-        bucket_bytes: What is summed at once.
+        num_bytes: Bytes of the gradients.
+        bucket_bytes: How many bytes are summed at once.
 
     Attributes:
         num_rounds: How many messages follow one another.
@@ -179,13 +179,13 @@ class EmulatedSum:
         self._sent_bytes = 2 * others * num_bytes / num_replicas
 
     def of_pair(self, pair: tuple[int, int]) -> "EmulatedSum":
-        """The same of a sum over two of the replicas alone."""
+        """The same for a sum over only two of the replicas."""
         own = (each for each in self._conditions if each.between == pair)
         alone = [replace(each, between=(0, 1)) for each in own]
         return EmulatedSum(alone, 2, self._num_bytes, self._bucket_bytes)
 
     def delay_s(self, step: int, now_s: float) -> float:
-        """How long a step's sum takes more: as long as over the slowest pair; infinity if cut."""
+        """How much longer a step's sum takes: the slowest pair's delay; infinity if one is cut."""
         found = (each.holding(step, now_s) for each in self._of_pairs.values())
         return max(map(self._over_pair_s, found), default=0.0)
 

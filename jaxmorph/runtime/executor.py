@@ -1,9 +1,9 @@
 """Runs one rank's instructions for one step: most become items of the rank's queue.
 
 A delegated receive waits on the host instead, and so does a delegated send that finds no free slot;
-what follows is enqueued after that. Copies of stashes run beside the queue (`host_copies`), and
-only ops that need one wait. The executor decides nothing: the program gives order, buffers and
-routes.
+later instructions are enqueued after that wait. Copies of stashes run beside the queue
+(`host_copies`), and only an op that needs a copy waits for it. The executor decides nothing: the
+program gives order, buffers and routes.
 """
 
 import time
@@ -70,10 +70,10 @@ class StepInputs:
         targets: Only the last stage reads them. None: not given.
         loss_weight: The weight of each counted loss, e.g. one over `count_targets`.
         extras: By name; only stages read them whose functions take any.
-        first_microbatch: The instructions' number of the first of these microbatches.
-        evaluates: Whether forwards alone run, without randomness.
-        length_index: Which of the lengths that steps may have, by `MicrobatchShapes.lengths`.
-        replica: Whose share of the step's microbatches these are.
+        first_microbatch: The first of these microbatches, as the instructions number it.
+        evaluates: Whether only forwards run, without randomness.
+        length_index: The step's length, as an index into `MicrobatchShapes.lengths`.
+        replica: The replica that these microbatches of the step belong to.
     """
 
     inputs: Tree
@@ -98,13 +98,13 @@ class StepOutcome:
     """One rank's results of a step.
 
     Attributes:
-        loss: Mean loss of the targets that count, on the last stage, 0 elsewhere; and what the
+        loss: Mean loss of the targets that count (0 except on the last stage), plus what the
             stage's auxiliary losses add, which evaluations leave out.
         accumulators: Gradients, float32, of each chunk's parameters.
         stamps: When each op and transfer ran on the queue; labels are `Op` and `Transfer`. Both
-            transfers of a pair have its times, unless an emulated link ends them at
+            transfers of a pair have the pair's times, unless an emulated link ends them at
             different times.
-        arrivals: When each message received beside the queue was sent and had come.
+        arrivals: When each message received beside the queue was sent and arrived.
         copies: When stashes went to host memory and came back; labels are `CopyLabel`.
         aux: The stage's auxiliary losses by name, without weights: a mean over microbatches.
     """
@@ -146,7 +146,7 @@ class _Step:
         return Place(self.program.rank, op.chunk) == self.program.placement.last
 
     def number_in_step(self, op: Op) -> int:
-        """The number of its microbatch among those of all replicas."""
+        """The number of the op's microbatch among the microbatches of all replicas."""
         before = self.inputs.replica.index
         return op.microbatch + (before and before * self.program.num_microbatches)
 
@@ -182,10 +182,10 @@ class Executor:
         transfer_timeout_s: How long to wait for a transfer.
         tied: Sums the gradients of tied parameters; None where the stage holds none.
         copies: Moves stashes to host memory and back.
-        seed: Of the keys of random models.
+        seed: The seed of the keys of random models.
         first_layers: The number of each chunk's first layer.
         aux_weights: The weights of auxiliary losses, in the order of their names.
-        send_takes_s: The compute that a delegated message takes from its sender; None: none.
+        send_takes_s: How long a delegated message occupies its sender's compute; None: not at all.
     """
 
     chunks: Sequence[StagePrograms]
@@ -213,8 +213,8 @@ class Executor:
         """Run a step's ops and transfers, but not its update.
 
         Args:
-            weights: What each chunk's `prepare` made of its parameters; to evaluate, the parameters
-                themselves of a chunk that is random.
+            weights: What each chunk's `prepare` made of its parameters. Evaluations take the
+                parameters themselves of a chunk that `evaluates_apart`.
             accumulators: Each chunk's zeroed gradient accumulators; they are donated.
             step: The step's number, part of every message's identity.
 
@@ -222,7 +222,7 @@ class Executor:
             TransferMismatchError: If an unexpected message came.
             TimeoutError: If a message, or room for one, didn't come in time.
             PeerGoneError: If a rank at the other end of a delegated link is gone.
-            StalledError: If one of these two happened while this rank's own device stood still.
+            StalledError: In place of one of these two, if this rank's own device has stalled.
         """
         loss_weight = jax.device_put(np.float32(inputs.loss_weight), self.placement)
         state = _Step(program, weights, list(accumulators), inputs, loss_weight, step)
@@ -307,7 +307,7 @@ class Executor:
                 state.arrivals.append(_arrival(transfer, moved))
 
     def _enqueue_send(self, send: Send, state: _Step) -> None:
-        """Enqueue a message part by part; only where the route holds the queue as timed items."""
+        """Enqueue a message part by part, as timed items only where the route holds the queue."""
         route, transfer = self.routes[send.route], send.transfer
         deadline_s = time.monotonic() + self.transfer_timeout_s
         for posting in route.reserve(state.identity(transfer), deadline_s):
@@ -391,8 +391,8 @@ class Executor:
 
     def _run(self, op: Op, state: _Step) -> Any:
         """Dispatch an op; returns a scalar that is ready when the op has run."""
-        # Not the op's results: the queue keeps what it gets until it is ready, and the host may be
-        # far ahead, so arrays that later items free would stay alive.
+        # The queue keeps what it gets until that is ready, and the host may be far ahead. If it got
+        # the op's results, arrays that later items free would stay alive.
         match op.kind:
             case OpKind.F:
                 return self._run_forward(op, state)
@@ -489,7 +489,7 @@ def _of_each_transfer(stamp: Stamp, state: _Step) -> list[Stamp]:
 
 
 def _arrival(transfer: Transfer, moved: Moved) -> Stamp:
-    """When a message was sent and when it had come, as its route reports it."""
+    """When a message was sent and when it arrived, as its route reports."""
     now_s = time.monotonic()
     come_s = now_s if moved.over_s is None else moved.over_s
     return Stamp(transfer, min(come_s, moved.peer_arrived_s or come_s), come_s)

@@ -1,6 +1,6 @@
 """The direct route of links that fail over: when a link's path fails, the hosts carry its messages.
 
-So they do where a path has become slow, if the run adapts (`hands_over`).
+If the run adapts (`hands_over`), they also carry them when a path becomes slow.
 
 Transfers on this route always occupy the queue. After a failure the data plane carries them:
 receives still wait on the queue, and sends wait only for a free slot. So the order of the rank's
@@ -34,11 +34,11 @@ from jaxmorph.stage.compiling import in_background
 
 
 class FailoverRoute:
-    """Each link uses its direct path until that fails; `link_switch` has how its ends agree.
+    """Each link uses its direct path until that fails; `link_switch` describes how its ends agree.
 
     A path fails when a collective raises an error, when an emulated cut outlasts its deadline, when
     `PathWatch` finds it dead, or when the peer has left it. An unexpected message, a peer that
-    doesn't come and a peer that is gone are raised instead.
+    doesn't come and a peer that is gone are errors instead.
 
     Only a link's `LinkEnd` knows the link's state. Identities carry its epoch.
 
@@ -49,16 +49,16 @@ class FailoverRoute:
     Args:
         direct: Carries messages while a link's path works, and keeps what it sends.
         connections: To the other end of each link that may be direct.
-        communicators: Over which a restored link starts again.
+        communicators: Those over which a restored link starts again.
         watch: Finds the paths that died together with one whose transfer hangs.
-        waits: The delegated route's; passed on over the links' connections.
+        waits: The delegated route's waits, forwarded over the links' connections.
         hands_over: Whether a slow link leaves its path in mid-step.
         await_queue: Waits for the ops before a transfer, where the host may be ahead of them.
 
     Attributes:
         on_slow: Called on every rank as soon as any link has turned slow, by any thread.
-        judges: Whether links are judged by their messages. Those of an evaluation come faster than
-            links carry them, so they also wait for each other.
+        judges: Whether slow messages count against their links. An evaluation sends messages faster
+            than links carry them, so they also wait for each other.
     """
 
     holds_queue = True  # receives wait there, whatever carries their messages
@@ -165,9 +165,9 @@ class FailoverRoute:
         arrived_s: float,
         deadline_s: float,
     ) -> Moved:
-        """As one pair while the link's path works, else as two single messages; raises as `post`.
+        """Move a pair while the link's path works, else two single messages; raises as `post`.
 
-        If the path fails in a pair, each message has come or not by itself.
+        If the path fails during a pair, one message may have come without the other.
         """
         end, pair = self._end(sent), SendReceive(sent.transfer, received.transfer)
         jax.block_until_ready(value)  # an error of the op that made it is not the link's
@@ -225,7 +225,7 @@ class FailoverRoute:
     def path_is_up(self, link: Link) -> bool | None:
         """Whether a direct path that was left seems to work; None if it was not left.
 
-        The first call starts to ping the other end's host in the background; none waits.
+        The first call starts to ping the other end's host in the background; no call waits.
         """
         if not self.has_failed_over(link):
             return None
@@ -303,7 +303,7 @@ class FailoverRoute:
         watch = self._direct_watches.get(end.link) if self.judges else None
         transfers = [each.transfer for each in identities]
         if watch is None or any(each.payload is Payload.TIED for each in transfers):
-            return  # of tied gradients there is one a step, of another length
+            return  # a tied gradient comes once a step and has another length
         over_s = time.monotonic()
         if moved.over_s is not None:  # by the clock of paced queues
             over_s, met_s = moved.over_s, max(arrived_s, moved.peer_arrived_s or met_s)
@@ -331,7 +331,7 @@ class FailoverRoute:
             self._pass_on(Notice(slow, identity.step), None)
 
     def _pass_on(self, notice: Notice, came_over: Link | None) -> None:
-        """Pass on to all ranks that some link is slow, once."""
+        """Notify all ranks, once, that a link is slow."""
         with self._passing_on:
             if notice.key in self._passed_on:
                 return
@@ -390,11 +390,11 @@ _TRIES, _BETWEEN_S = 10, 0.5
 class PathWatch:
     """Finds the direct paths that died together with one whose transfer hangs.
 
-    A network card that dies takes all links of its host with it. Each link would be found by a
-    transfer of its own that hangs until its deadline, one after another. So while the first one
-    hangs, and until the end of the step, the other ends are pinged, and links whose hosts don't
-    answer fail over without a transfer. After a failure, the other end of the failed path is
-    pinged until the link is restored.
+    A network card that dies takes all links of its host with it. Without the watch, each link would
+    be found only by one of its own transfers, which hangs until its deadline, one after another. So
+    while the first transfer hangs, and until the end of the step, the other ends are pinged, and
+    links whose hosts don't answer fail over without a transfer. After a failure, the other end of
+    the failed path is pinged until the link is restored.
 
     Queue thread: `transfer`, `is_dead`. Training thread: all other methods. The watch's own thread:
     `_look`. The lock keeps `_look` from starting pings after `end_step` has stopped them.

@@ -1,6 +1,6 @@
 """The end of a step in a run with replicas: they agree on losses, gradients, and new parameters.
 
-Which route carries them is decided here; `reduction` has the routes.
+This module chooses the route that carries them; `reduction` has the routes.
 """
 
 import math
@@ -42,11 +42,11 @@ class GradientSum:
         num_rounds: How many messages follow one another in a sum.
         num_bytes: Of the stage's gradients.
         emulated_over: What is emulated of a direct sum over two ranks of the run.
-        timeout_s: How long that may take.
+        timeout_s: How long an emulated delay may be.
         has_failed_over: Whether the delegated route has taken over. Its time is then not reported:
             it is no sign of a slow pair.
-        events: What has changed since they were taken last.
-        gather: With a direct route and shares of the parameters: makes them whole.
+        events: What has changed since the last `take_events`.
+        gather: Makes whole parameters from shares; only with a direct route.
         plane: Carries the delegated sums.
     """
 
@@ -65,13 +65,13 @@ class GradientSum:
     def run(
         self, stage: StageTrainer, outcome: StepOutcome, parts: Sequence[Any], step: int
     ) -> tuple[StepOutcome, list[Any]]:
-        """Sum over the replicas, in the stage's gradients and in what is returned.
+        """Sum over the replicas: the stage's gradients, and the outcome and parts that it returns.
 
-        The other replicas' ranks may have failed where this one has not, so all agree on it before
-        the gradients that were summed are given up.
+        A direct sum may fail in only some replicas, so all agree whether it succeeded before
+        the replicas' own gradients are dropped.
         """
         if self.direct is not None:
-            # A direct sum has a deadline, and a replica that is late is no failed path.
+            # A direct sum has a deadline, and a late replica must not look like a failed path.
             progress.stamp("waits for other replicas, to sum gradients")
             self.replicas.of_stage(bool, True)
         progress.stamp("sums its gradients with those of other replicas")
@@ -103,7 +103,7 @@ class GradientSum:
     def complete(self, stage: StageTrainer, step: int) -> None:
         """Make the stage's parameters whole, where each replica has updated its share.
 
-        The shares are given up only when all have the whole, as gradients are.
+        Shares are dropped only once all replicas have whole parameters, as gradients are in `run`.
         """
         if stage.shares is None:
             return
@@ -130,7 +130,7 @@ class GradientSum:
             return None, in_one_line(error)
 
     def _instead_of_direct(self, failure: str) -> DelegatedSum:
-        """The delegated route, from now on."""
+        """Switch to the delegated route, and return it."""
         if self.direct is not None:
             self.direct, self.gather, self.has_failed_over = None, None, True
             why = failure or "it failed in another replica"
@@ -141,7 +141,7 @@ class GradientSum:
         return self.delegated
 
     def probe(self, gradients: Tree, step: int) -> dict[str, float]:
-        """How many seconds a sum takes over each pair of replicas that has this one, such as `0-2`.
+        """Seconds that a sum takes over each pair of replicas with this one, by names like `0-2`.
 
         All replicas' ranks of the stage call it together, between two steps.
 
@@ -163,7 +163,7 @@ class GradientSum:
         They may be of different stages. Both call it together, between two steps.
 
         Args:
-            gradients: Lie on this rank's devices.
+            gradients: Arrays on the devices that sum.
         """
         progress.stamp(f"sums with one other rank, to see how long that takes: {ranks}")
         where = jax.tree.leaves(gradients)[0].sharding
@@ -203,7 +203,7 @@ def _timed_s(make: Callable[[], DirectSum | DelegatedSum], gradients: Tree, step
         alone.run(gradients, step)  # so that both begin the next one together
         began_s = time.monotonic()
         alone.run(gradients, step)
-    except Exception as error:  # without memory for it, too: it is only a question
+    except Exception as error:  # lack of memory too: it only measures
         if not (isinstance(error, jax.errors.JaxRuntimeError) or _other_route_helps(error)):
             raise
         return _FAILED_S

@@ -116,7 +116,7 @@ class _Engine:
         moved = jax.block_until_ready(jax.device_put(away.take(), shardings))
         end_s = time.monotonic()
         if self._bytes_per_s is not None:
-            # Each device of the stage copies its own, side by side.
+            # The stage's devices copy their parts in parallel.
             size = sum(leaf.nbytes / len(leaf.sharding.device_set) for leaf in leaves)
             end_s = max(end_s, start_s + size / self._bytes_per_s)
             sleep_until(end_s)

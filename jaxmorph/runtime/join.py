@@ -40,9 +40,9 @@ class Joining:
             `Rendezvous.limit` changes it.
         step_timeout_s: How long a transfer waits for the other end.
         fails_over: Whether its links may fail and be restored over spare devices.
-        num_devices: The rank's own.
-        directory: The run's, which keeps its secret where nothing has launched the ranks, and which
-            they then share; None: it has none.
+        num_devices: Devices of the rank.
+        directory: The run's directory; None: it has none. Where no launcher has started the ranks,
+            they share it, and it keeps the run's secret.
     """
 
     start_timeout_s: float
@@ -108,9 +108,9 @@ def join_run(launched: RankArguments | None, joining: Joining) -> Rendezvous:
 
 
 def await_coordinator(address: str, within_s: float) -> float:
-    """Wait until rank 0 serves at its address; the time that is left, 0 if it doesn't serve.
+    """Wait until rank 0 serves at its address; returns the time left, 0 if it doesn't serve.
 
-    JAX's client itself would try again only a second after the first refused connection.
+    JAX's client would retry only a second after the first refused connection.
     """
     host, _, port = address.rpartition(":")
     until_s = time.monotonic() + within_s
@@ -131,7 +131,7 @@ def _devices_in_job(num_devices: int, start_s: int) -> list[int] | None:
 
 
 def _devices_of(process: int, num_devices: int) -> list[int]:
-    """The devices of the process of this number on its machine: as many for each."""
+    """The devices of a process, by its number on its machine; all processes have as many."""
     return list(range(process * num_devices, (process + 1) * num_devices))
 
 
@@ -145,8 +145,8 @@ def _detected_job(start_s: int) -> tuple[Any, ...]:
 def _address_in_job(start_s: int) -> str | None:
     """Where rank 0 of a cluster's job serves; None: JAX decides, and listens on all interfaces.
 
-    That is the address of the name by which the other ranks know its host, if the host knows it by
-    the same (`address_of_name`).
+    The address is the one that rank 0's host finds for the name that the other ranks use for it
+    (`address_of_name`).
     """
     if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         return None
@@ -174,12 +174,12 @@ def rendezvous_of_joined(start_timeout_s: float, secret: Callable[[], bytes]) ->
 
 
 def require_free_port() -> None:
-    """Require that nothing serves yet at the port at which a cluster's rank 0 will.
+    """Require that the port at which a cluster's rank 0 will serve is free.
 
-    JAX derives the port from the job's number, so that all tasks know it, and does not look.
+    JAX derives the port from the job's number, so that all tasks know it, and does not check it.
 
     Raises:
-        UserError: Something does.
+        UserError: The port is in use.
     """
     address, *_ = _detected_job(0)
     port = 0 if address is None else int(address.rpartition(":")[2])
@@ -219,7 +219,7 @@ def own_devices() -> list[Any]:
         raise _no_device("it has no such platform installed") from error
     except RuntimeError as error:
         if "Unable to initialize backend" not in str(error):
-            raise  # for example of ranks that didn't come
+            raise  # for example because ranks didn't come
         raise _no_device(" ".join(str(error).split())) from error
 
 

@@ -5,10 +5,10 @@ that. Each rank has programs of its own, so the other ranks would find nothing t
 rank keeps its own, with `jax.experimental.serialize_executable`.
 
 A damaged program can compute other results, end the process or hang. So each file begins with the
-length and digest of what follows, and is deleted where they differ. Whatever else is wrong with a
-program, it is run only once: a rank that ends by a signal before its first step leaves a mark that
-names what it has read, and the next start compiles that again. A program that nothing has read for
-30 days is deleted.
+length and digest of what follows, and is deleted where they differ. A program that is wrong in
+another way runs only once: a rank that a signal ends before its first step leaves a mark that names
+the programs it has read, and the next start compiles them again. A program that nothing has read
+for 30 days is deleted.
 """
 
 import errno
@@ -68,7 +68,7 @@ class KeptPrograms:
     def compile(self, lowered: Lowered) -> Compiled:
         """The program as an earlier process kept it; else compile and keep it.
 
-        One that calls Python, as for `jax.debug.print`, works only in the process that compiled it.
+        A program that calls Python (`jax.debug.print`) works only in the process that compiled it.
         """
         text = lowered.as_text()
         if _PYTHON_CALL.search(text):
@@ -100,7 +100,7 @@ class KeptPrograms:
         try:
             written, _, _ = serialize_executable.serialize(program)
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Other runs may share the folder, so write under an own name and rename.
+            # Other runs may share the folder, so write under a unique name and rename.
             new = path.with_suffix(f".{uuid4().hex}{_NEW}")
             new.write_bytes(_seal(written) + written)
             new.replace(path)
@@ -225,14 +225,14 @@ def _users_folder() -> Path | None:
 class _Mark:
     """Names the programs that this process reads before its first step.
 
-    It is locked for as long as the process lives, so that others can tell whether it was ended by a
-    signal.
+    It stays locked while the process lives, so that other processes can see whether a signal has
+    ended it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{uuid4().hex}{_MARK}"
         self._file: IO[str] | None = None
-        with suppress(OSError):  # what can't be written to has no programs either
+        with suppress(OSError):  # a folder that can't be written to has no programs
             folder.mkdir(parents=True, exist_ok=True)
             new = self._path.with_suffix(_NEW)
             file = new.open("w")
@@ -249,7 +249,7 @@ class _Mark:
                 self._file.flush()
 
     def remove(self) -> None:
-        """The programs are good, or at least have not ended the process."""
+        """Remove the mark: the programs have not ended the process."""
         _remove(self._path)
 
 
@@ -270,14 +270,14 @@ def _remove_suspects(folder: Path) -> None:
 
 
 def _names_left(mark: Path) -> list[str] | None:
-    """The programs that a process had read which is gone; None: it lives."""
+    """The programs that a process had read before it ended; None: it lives."""
     try:
         with mark.open("r+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
-            except OSError:  # without locks it may live; to compile again is safe
+            except OSError:  # without locks it may live; compiling again is safe
                 pass
             return file.read().splitlines()
     except OSError:  # its process has just removed it

@@ -175,7 +175,7 @@ def _watch(watch: _Watch) -> None:
             selector.register(rank.messages_fd, selectors.EVENT_READ, rank)
             selector.register(rank.exit_fd, selectors.EVENT_READ, rank)
         running = len(watch.ranks)
-        # A rank's end is that of its process. Its messages may have no end: a process that it has
+        # A rank ends when its process ends. Its messages may have no end: a process that it has
         # forked holds the pipe open.
         while running and time.monotonic() < until_s:
             _attend(watch)
@@ -211,7 +211,7 @@ def _attend(watch: _Watch) -> None:
 
 
 def _record_stalled(watch: _Watch) -> None:
-    """Record the ranks that made no progress and did not end themselves for that."""
+    """Record the ranks that made no progress and did not end themselves."""
     now_s = time.monotonic()
     looked = [(rank, rank.page.stalled(rank.process.pid, now_s)) for rank in _silent(watch)]
     stalled = [(rank, stall) for rank, stall in looked if stall is not None]
@@ -288,7 +288,7 @@ def _record_exit(rank: StartedRank, watch: _Watch) -> None:
 def _ending(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    # The kernel leaves no other trace of it.
+    # The kernel leaves no other trace when it ends a process for lack of memory.
     why = " (out of memory?)" if code == -signal.SIGKILL else ""
     return f"ended by {signal.Signals(-code).name}{why}"
 
@@ -307,7 +307,7 @@ def _raise_cause(watch: _Watch) -> None:
     lines = [f"rank {cause.rank} failed: {cause.reason}", f"its log: {log_path}"]
     noticed_s = min(failure.time_s for failure in watch.failures)
     message = "\n".join([*lines, *(f"  | {line}" for line in _tail(log_path))])
-    # A rank that was stopped and is continued for its stacks may report as well.
+    # A stopped rank that is continued to write its stacks may report a stall too.
     stalls = {each.rank: each for each in reversed(watch.failures) if each.silent_s > 0}
     stalled = [f"rank {rank} {stalls[rank].reason}" for rank in sorted(stalls)]
     raise RankFailedError(message, noticed_s, asked_to_end=asked_to_end, stalled=stalled)
@@ -371,8 +371,8 @@ def _stop(watch: _Watch, number: signal.Signals) -> None:
 
 def _interrupt(watch: _Watch) -> None:
     """Raise KeyboardInterrupt, unless ranks are being ended or are about to be."""
-    # Raised while ranks are being ended, or right after the interrupt that ends them, it could
-    # leave a stuck rank behind. Then it only makes the ending hurry.
+    # If raised while ranks are being ended, or right after the interrupt that ends them, it could
+    # leave a stuck rank behind. So it then only makes the ending faster.
     now_s = time.monotonic()
     if watch.is_ending or now_s < watch.interrupted_s + _LOOK_S:
         watch.hurries = True

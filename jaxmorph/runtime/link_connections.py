@@ -1,8 +1,8 @@
 """The host connections between the two ranks of each link; each rank opens its own end.
 
 The data plane carries delegated messages. Over two more connections the ends agree when their
-direct path fails (`link_switch`). By pings they find out whether their hosts reach each other over
-the network that direct transfers take.
+direct path fails (`link_switch`). Pings show whether their hosts reach each other over the network
+that direct transfers take.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ def open_data_plane(
 ) -> Iterator[DataPlane | None]:
     """A rank's end of the data plane, connected to its peers; all ranks call it together.
 
-    Peers also keep a connection to each other that carries nothing. It is open for as long as both
-    processes live, so refused connections of the plane are known to be a failure of the path.
+    Peers also keep a connection to each other that carries nothing. It stays open while both
+    processes live: if the plane's connections are refused meanwhile, the path has failed.
 
     Args:
         start: Starts an end; None: sidecar processes.
@@ -89,10 +89,10 @@ def open_data_plane(
 
 
 def change_sidecars(rendezvous: Rendezvous, plane: DataPlane | None, count: int) -> None:
-    """Let so many sidecars of each rank move further messages; all ranks call it together.
+    """Change how many sidecars of each rank move later messages; all ranks call it together.
 
     Args:
-        plane: Whose messages have all been taken; None where the rank has no channels.
+        plane: All its messages have been taken; None where the rank has no channels.
     """
     if plane is None:
         _agree(rendezvous, [])
@@ -103,7 +103,7 @@ def change_sidecars(rendezvous: Rendezvous, plane: DataPlane | None, count: int)
 
 
 def _join(rendezvous: Rendezvous, plane: DataPlane, found: Sequence[tuple[Address, ...]]) -> None:
-    """Connect a plane to those of its peers, by where every rank listens."""
+    """Connect a plane to its peers' planes, given the addresses where every rank listens."""
     secret = derived(rendezvous.secret, "data plane")
     plane.connect({rank: found[rank] for rank in plane.peer_ranks}, secret)
 
@@ -118,10 +118,10 @@ def _agree_on_address(rendezvous: Rendezvous, own: Address) -> list[Address]:
 
 
 class PathPings:
-    """Pings the other ends of a rank's links where asked to, and answers their pings.
+    """Pings the other ends of a rank's links on request, and answers their pings.
 
-    A ping goes from host to host, between the addresses of their own names if others reach those;
-    Gloo uses them on CPUs too. Only a probe shows whether the link carries collectives again.
+    Pings go between the addresses of the hosts' own names, if other hosts can reach those; on CPUs
+    Gloo uses the same addresses. Only a probe shows whether the link carries collectives again.
 
     Any thread: all methods. Threads of its own: one that answers, and one for each watched end,
     which alone changes its `_Watch`. Lock: which ends are watched.
@@ -168,7 +168,7 @@ class PathPings:
             watch.is_over.set()
 
     def close(self) -> None:
-        """Neither ping nor answer any more."""
+        """Stop pinging and answering."""
         self._closed.set()
         for link in list(self._watches):
             self.forget(link)
@@ -213,7 +213,7 @@ class _Watch:
 
 @contextmanager
 def open_path_pings(rendezvous: Rendezvous, otherwise: str) -> Iterator[PathPings]:
-    """A rank's pings, at its own name's address or else at another; all ranks call it together."""
+    """A rank's pings, at its host name's address, else at another; all ranks call it together."""
     with _listen(otherwise) as listener:
         found = _agree_on_address(rendezvous, listener.getsockname()[:2])
         own = Member(rendezvous.rank, "answer pings", rendezvous.secret)
@@ -251,7 +251,7 @@ def open_failover_connections(
         open_connections(rendezvous, links, host, timeout_s, number=2) as found,
         open_path_pings(rendezvous, host) as pings,
     ):
-        # Both ends have them in the order in which the caller called.
+        # Both ends have a link's connections in the order of the calls.
         peers = {link: PeerConnections(*both) for link, both in found.items()}
         yield FailoverConnections(peers, pings)
 

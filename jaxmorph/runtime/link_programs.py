@@ -27,22 +27,22 @@ class LinkProgram:
     """The compiled program that moves one payload over one direction of a link by `ppermute`.
 
     Both ends call it at the same point of their queues. It runs on a mesh of the two stages'
-    devices and sends each shard to the matching one; no other rank takes part. The sender's
-    identity of the transfer travels in front of the payload. One that is answered carries a pair of
-    transfers where both ends send a payload.
+    devices and sends each shard to the matching device; no other rank takes part. The sender's
+    identity of the transfer travels in front of the payload. An answered program carries a pair of
+    transfers if both ends send a payload.
 
     Args:
         mesh: The link mesh, (stage=2, tensor).
         payload: The array that a stage sends or receives.
         source: Which of the mesh's two stages sends: 0 or 1.
-        home: This stage's mesh, where it keeps payloads; its devices of the link's may be spare
+        home: This stage's mesh, where it keeps payloads; its devices in the link mesh may be spare
             ones.
         answered: Whether the same collective sends a message of the same size, with the receiver's
             identity, back to the sender, which then learns when its peer came.
-        blank: A payload of zeros at home, which stands for one at an end that only receives.
-        sealed: Whether a sum of the message travels with it, by which the receiver knows that it
-            has come whole: where XLA aborts NCCL's communicators, a transfer may end in its middle
-            without an error.
+        blank: Zeros on the home mesh, in place of a payload at an end that only receives.
+        sealed: Whether a checksum travels with the message, so that the receiver knows whether it
+            is whole: where XLA aborts NCCL's communicators, a transfer may end half-way without an
+            error.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LinkProgram:
     def _compile_pack(self) -> jax.stages.Compiled:
         """Joins identity and payload on each of the stage's devices.
 
-        As a program's argument the identity costs least.
+        The identity is an argument of the program because that costs least.
         """
         payload, spec = self._payload, self._payload.spec
 
@@ -170,8 +170,8 @@ def read_identity(words: jax.Array) -> tuple[int, ...]:
     """The eight numbers of an identity; waits until the transfer is over, on all devices.
 
     Raises:
-        JaxRuntimeError: If they are a sealed message's, and it has not come whole; or devices got
-            parts of different messages.
+        JaxRuntimeError: If a sealed message has not come whole, or devices got parts of different
+            messages.
     """
     own = (shard.data for shard in words.addressable_shards)
     found, *others = [tuple(np.asarray(each).view(np.uint32).tolist()) for each in own]
@@ -182,15 +182,15 @@ def read_identity(words: jax.Array) -> tuple[int, ...]:
 
 
 Programs = Mapping[Channel | Link, LinkProgram]
-"""The programs of channels, and of a link the one for its pairs."""
+"""Each channel's program, and each link's program for pairs."""
 
 
 class LinkCommunicators:
     """The communicators that a direct link can use, one after another, and programs over each.
 
     XLA keeps one communicator for each tuple of devices, and it stays closed once a transfer over
-    it has failed. The next one has the link's devices in the other order. Where processes have a
-    spare device (`have_cpu_devices`), further ones use it in place of one or both.
+    it has failed. The next one has the link's devices in the other order. Where processes have
+    spare devices (`have_cpu_devices`), further communicators use them at one end or at both.
 
     Args:
         mesh: Of all ranks.
@@ -250,7 +250,7 @@ class LinkCommunicators:
         return programs
 
     def _blank(self, payload: PayloadShape) -> jax.Array:
-        """The zeros that all programs of a payload share; a vocabulary's are large."""
+        """The zeros that all programs of a payload share, as a vocabulary's are large."""
         if payload not in self._blanks:
             zeros = np.zeros(payload.shape, payload.dtype)
             place = NamedSharding(self._home, payload.spec)

@@ -3,27 +3,27 @@
 A link counts *epochs* from 0. A failure of its direct path starts the next epoch, and a restore the
 one after that. In even epochs the link takes the plan's route; in odd epochs it is delegated.
 
-Before each direct transfer each end sends a *ready* message over a connection of its own. The
+Before each direct transfer each end sends a *ready* message over a separate connection. The
 deadline of a transfer therefore starts when both ends are there, and a late peer is not mistaken
 for a dead path. An end that has its peer's ready message also knows that the peer has received all
 earlier transfers.
 
-An end leaves the path when one of its transfers fails, or between two transfers when they have
-become slow (`control.handover`). It also does so when its peer has left, as soon as it is in no
-transfer of the link. It completes no more transfers of this epoch and sends its
-*state*: how many messages of each channel it has received. An end that has left and has its peer's
-state switches: it resends, delegated, what the peer's counts don't cover, and all
-later messages follow.
+An end leaves the path when one of its transfers fails, or between two transfers when transfers have
+become slow (`control.handover`). When its peer has left, it leaves too, as soon as it is in no
+transfer of the link. It then completes no more transfers of this epoch and sends its *state*: how
+many messages of each channel it has received. An end that has left and has its peer's state
+switches: it resends, delegated, what the peer's counts don't cover. All later messages are
+delegated too.
 
-Two messages are enough. An end never goes back on its state, so its counts are final. An end cannot
+Two messages are enough. An end never changes its state, so its counts are final. An end cannot
 confirm that its peer received these counts until the peer sends; early messages wait in a slot.
 
-Between states an end may pass on what a rank reports to all others: a `Wait` (see `causes`), or
-that a link has turned slow, for which rank 0 plans at once.
+Between states an end also forwards what a rank reports to all others: a `Wait` (see `causes`), or
+that a link has become slow, after which rank 0 plans at once.
 
 Two threads take part. The queue's thread waits for the peer's ready messages. A thread for each
 link waits for the peer's state, and switches even while the queue is elsewhere, perhaps waiting for
-a rank that needs the resent messages. These threads read different connections, so an end that
+a rank that needs the resent messages. The two threads read different connections, so an end that
 leaves also sends a last ready message.
 """
 
@@ -82,7 +82,7 @@ class EndState:
     Attributes:
         epoch: The delegated epoch that follows.
         received: How many messages of each channel came over the direct route, in all epochs.
-        retires_communicator: Whether a collective failed here, so its communicator is of no use.
+        retires_communicator: Whether a collective failed here, so its communicator is unusable.
         reason: What failed, or was slow; empty where the end follows its peer.
         late_ms: The late messages, where nothing failed: see `EndWatch`.
     """
@@ -95,16 +95,16 @@ class EndState:
 
     @property
     def has_cause(self) -> bool:
-        """Whether a path failed, as this end knows by itself."""
+        """Whether this end itself found that the path failed."""
         return bool(self.reason) and not self.late_ms
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Reports to all ranks that a link has turned slow.
+    """Reports to all ranks that a link has become slow.
 
     Attributes:
-        number: The epoch that begins with it, or the step in which the link is delegated anyway.
+        number: The epoch that begins with the handover; the step if the link was delegated already.
     """
 
     slow: SlowLink
@@ -112,7 +112,7 @@ class Notice:
 
     @property
     def key(self) -> tuple[Link, bool, tuple[str, ...], int]:
-        """The same for notices of one finding."""
+        """Equal for all notices of one finding."""
         is_handover = self.slow.left is not None
         directions = () if is_handover else tuple(self.slow.late_ms)
         return self.slow.link, is_handover, directions, self.number
@@ -164,8 +164,8 @@ class LinkEnd:
             messages that was.
         on_peer_state: Called when the peer has left the path.
         timeout_s: How long to wait for the peer, in a transfer or in a switch.
-        waits: Takes the waits that the peer passes on, and names the cause of those in vain.
-        on_notice: Takes the notice of this link's handover, and those that come over this link.
+        waits: Records the waits that the peer forwards, and names the cause of waits that time out.
+        on_notice: Called with the notice of this link's handover, and with notices from the peer.
 
     Attributes:
         epoch: Even: the plan's route; odd: delegated.
@@ -296,7 +296,7 @@ class LinkEnd:
             return self.epoch
 
     def forward(self, message: Wait | Notice) -> None:
-        """Send what all ranks shall know to the peer, which forwards it."""
+        """Send a message for all ranks to the peer, which forwards it."""
         with self._changed:
             self._send(self._connections.states, dump(tagged(message)).encode())
 
@@ -349,7 +349,7 @@ class LinkEnd:
         self._changed.notify_all()
 
     def _send_ready(self) -> Ready | None:
-        """Report this end at its next transfer; None if it has left the path."""
+        """Report that this end is at its next transfer; None if it has left the path."""
         with self._changed:
             if self._has_left_path:
                 return None
@@ -372,7 +372,7 @@ class LinkEnd:
             )
 
     def _await_ready(self, due: Ready, until_s: float) -> bool:
-        """Wait until the peer is ready, has left the path, or is gone; whether it is.
+        """Wait until the peer is ready, has left the path, or is gone; False: none by `until_s`.
 
         `due` is fixed by the caller: the link's own thread may start the next epoch meanwhile.
         """
@@ -411,7 +411,7 @@ class LinkEnd:
     def _leave_path(
         self, reason: str, retires_communicator: bool, late_ms: LateMessages | None = None
     ) -> None:
-        """Complete no more of this epoch and send the state; the caller holds the lock."""
+        """Leave this epoch's path and send the state; the caller holds the lock."""
         received = self._received()
         self._state = EndState(
             self.epoch + 1, received, retires_communicator, reason, late_ms or {}
@@ -468,7 +468,7 @@ class LinkEnd:
             self._on_notice(Notice(slow, own.epoch), None)
 
     def _failure(self, own: EndState, other: EndState, resent: int) -> PathFailure:
-        # That it was slow counts only where no end knows of a failure.
+        # Slowness is the reason only if neither end knows of a failure.
         first = other if other.has_cause and not own.has_cause else own
         first = first if first.reason else other
         reason = first.reason if first is own else f"rank {self.peer} reports: {first.reason}"

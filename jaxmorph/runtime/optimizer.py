@@ -82,11 +82,11 @@ class StageOptimizer:
     """The compiled optimizer of one stage; the caller holds state and parameters.
 
     Args:
-        optimizer: AdamW's settings, or an Optax transformation that updates each number by itself.
+        optimizer: AdamW's settings, or an Optax transformation that works number by number.
         params: The parameters of each of the stage's chunks, float32, or their shapes and
             shardings: a tuple of {"embed", "layers", "head"}, layers stacked.
         uncounted: Paths of copies of tied parameters that the norm doesn't count again.
-        shares: What this replica updates of them; None: all.
+        shares: The part of the parameters that this replica updates; None: all.
 
     Attributes:
         state_form: The shapes of the state, and where they lie.
@@ -150,7 +150,7 @@ class StageOptimizer:
         self._update = compiled(updating.lower(params, state, own, scale))
 
     def memory_analysis(self) -> Any:
-        """What an update takes of a device's memory, as XLA says."""
+        """The device memory that an update takes, according to XLA."""
         return self._update.memory_analysis()
 
     def initial_state(self, params: Tree) -> Tree:
@@ -166,7 +166,7 @@ class StageOptimizer:
     ) -> tuple[Tree, Tree, Tree]:
         """New parameters, or this replica's share, new state and zeroed accumulators.
 
-        All arguments are donated, but the parameters only where all are updated.
+        All arguments are donated, except the parameters where this replica updates only a share.
 
         Args:
             gradients: Of all parameters, or of this replica's share.
@@ -181,7 +181,7 @@ class StageOptimizer:
 def _placed_state(
     transformation: optax.GradientTransformation, params: Tree, of_params: Tree, alike: Sharding
 ) -> tuple[Tree, Tree]:
-    """The state's shapes and where they lie: what is one for each parameter, as the parameter."""
+    """The state's shapes and shardings; arrays that belong to a parameter lie where it does."""
     structure = jax.tree.structure(params)
     is_like_params = lambda node: jax.tree.structure(node) == structure  # noqa: E731
     state = jax.eval_shape(transformation.init, params)
@@ -197,7 +197,7 @@ def _placed_state(
 
 
 def _on_all_devices(sharding: Sharding) -> Sharding:
-    """Where a number lies that is alike on all devices of an array."""
+    """The sharding of a number that is the same on all devices of an array."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec())

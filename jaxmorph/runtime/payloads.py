@@ -71,7 +71,7 @@ def channel_payloads(
 
     Args:
         shapes: The data of one microbatch.
-        num_devices: Those of a stage.
+        num_devices: Devices of a stage.
     """
     boundary = boundary_of(model, shapes, num_devices=num_devices)
     activation = _payload(boundary.sent, boundary.spec, num_devices)
@@ -106,7 +106,7 @@ def seal(identity: jax.Array, words: jax.Array) -> jax.Array:
 
 
 def unseal(message: jax.Array) -> jax.Array:
-    """A message's identity, and whether all of the message is as it was sealed: 1 or 0."""
+    """A message's identity, then 1 if the whole message is as it was sealed, else 0."""
     per_word = message.dtype.itemsize
     end, begin = IDENTITY_WORDS * 4 // per_word, (IDENTITY_WORDS + SEAL_WORDS) * 4 // per_word
     identity, words = message[:end], message[begin:]

@@ -25,7 +25,7 @@ TransferWork = Callable[[float], Moved]
 
 @dataclass(frozen=True)
 class Stamp:
-    """When an item ran, or a message was under way, in seconds of the monotonic clock."""
+    """When an item ran, or a message was in flight, in seconds of the monotonic clock."""
 
     label: Any
     start_s: float
@@ -45,8 +45,8 @@ class Pace:
         duration_s: Seconds per kind of op.
         host_copy_bytes_per_s: Speed of the accelerator's copies to host memory and back; None: as
             fast as this machine's.
-        sends_take_compute: Whether a delegated message takes its time on the link out of its
-            sender's compute, as an accelerator's own send does that runs beside other kernels.
+        sends_take_compute: Whether a delegated message occupies its sender's compute while it is on
+            the link, as an accelerator's own send does when it runs beside other kernels.
     """
 
     duration_s: Mapping[OpKind, float] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Pace:
         backward_weight_ms: float,
         num_chunks: int = 1,
     ) -> "Pace":
-        """The pace of a stage with these durations; each of several chunks takes its share.
+        """The pace of a stage with these durations, split evenly over its chunks.
 
         A full backward lasts as long as both its parts.
         """
@@ -90,8 +90,8 @@ class _Item:
 
 _CLOSING_S = 1.0
 _LOOK_S = 0.5
-_ERRORS_S = 1.0  # for the error of an item that waits itself, which says more
-_MOST = 0.5  # of the time of a wait: an op that held the queue for as long is its cause
+_ERRORS_S = 1.0  # grace for the error of an item that is itself waiting, which says more
+_MOST = 0.5  # share of a wait's timeout: an op that holds the queue this long is its cause
 _UNTIMED = "an item that is not timed"
 
 
@@ -99,7 +99,7 @@ class DeviceQueue(ABC):
     """Runs work in order; its own thread runs the work or watches it end.
 
     The thread keeps its first error for the caller. A restart begins a new generation: items and
-    errors of earlier ones are dropped.
+    errors of earlier generations are dropped.
     """
 
     _thread_name: str
@@ -133,9 +133,9 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def enqueue_after(self, work: Callable[[float], None]) -> None:
-        """Call `work` once everything added before is over; it must not take long.
+        """Call `work` once all earlier items are over; `work` must not take long.
 
-        It gets the time when that was, by the queue's clock.
+        It gets the time when they ended, by the queue's clock.
         """
 
     @abstractmethod
@@ -155,10 +155,10 @@ class DeviceQueue(ABC):
             raise self._error[1]
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The queue's own error, if an earlier item has failed; else this one.
+        """The queue's own error, if an earlier item has failed; else `error`.
 
-        An op that reads a message which has not come fails as it is dispatched, and doesn't say why
-        the message has not come.
+        An op that reads a missing message fails at its dispatch, and its error doesn't say why the
+        message is missing.
         """
         is_over = threading.Event()
         self._items.put(is_over.set)
@@ -167,13 +167,13 @@ class DeviceQueue(ABC):
         return found[1] if found is not None and found[0] == self._generation else error
 
     def stall(self, error: Exception, timeout_s: float) -> Stall | None:
-        """What this rank's device has stalled at, if that is why a wait was in vain.
+        """What this rank's device has stalled at, if that is why a wait failed.
 
-        Ranks wait for each other in circles. So a rank whose own device stands still may be the
+        Ranks wait for each other in circles. So a rank whose own device has stalled may be the
         first to find that a message has not come, or that its peer is gone.
 
         Args:
-            error: Of the wait.
+            error: The wait's error.
             timeout_s: How long a wait may last.
         """
         label, since_s = self._at or (None, 0.0)
@@ -184,15 +184,15 @@ class DeviceQueue(ABC):
         return Stall(lasts_s, f"its queue is at {label}; so it waited in vain: {error}")
 
     def drain(self, timeout_s: float = 60.0) -> list[Stamp]:
-        """Wait until all items have run; returns the labelled ones' stamps since the last drain.
+        """Wait until all items have run; returns the stamps of labelled items since the last drain.
 
-        After an error it raises that at each call until a restart.
+        After an error each call raises that error until a restart.
 
         Args:
-            timeout_s: How long it may take until this rank makes progress, by its stamps.
+            timeout_s: How long this rank may go without progress, by its stamps.
 
         Raises:
-            StalledError: If it doesn't; the message names the item.
+            StalledError: If it makes no progress for longer; the message names the item.
         """
         self.await_items(timeout_s)
         stamps, self._stamps = self._stamps, []
@@ -267,10 +267,10 @@ class AsynchronousQueue(DeviceQueue):
             self._put(_Item(label, lambda: arrays, dispatched_s))
 
     def enqueue_transfer(self, label: Any, work: TransferWork) -> None:
-        """Dispatch now; on CPUs this returns when the peer has come.
+        """Dispatch now; on CPUs this returns when the peer has come to the transfer.
 
-        The watcher checks what has come. An emulated link blocks the dispatching thread, and with
-        it all later items.
+        The watcher checks which message came. An emulated link blocks the dispatching thread, and
+        with it all later items.
         """
         dispatched_s = time.monotonic()
         moved = work(dispatched_s)
@@ -310,7 +310,7 @@ class PacedQueue(DeviceQueue):
     it runs within that op's hold. If it outlasts the hold, the op ends later, and its stamp starts
     later too, so that the stamp shows only the op's own time.
 
-    Both ends' clocks are this machine's monotonic one.
+    Both ends use this machine's monotonic clock.
     """
 
     _thread_name = "jaxmorph-paced-queue"
@@ -364,7 +364,7 @@ class PacedQueue(DeviceQueue):
 
     @staticmethod
     def _hold(item: _Item, start_s: float) -> tuple[float, float]:
-        """When the op is over, and how much of that time is its own."""
+        """Returns when the op is over, and the op's own duration."""
         began_s = time.monotonic()
         jax.block_until_ready(item.work())
         end_s = time.monotonic()

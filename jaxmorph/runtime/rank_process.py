@@ -63,7 +63,7 @@ def _option(name: str) -> str:
 
 
 class LauncherLink:
-    """The rank's end of the pipes to its launcher; `stop_asked` is set when it asks for the end."""
+    """A rank's end of the pipes to its launcher, which sets `stop_asked` to ask the rank to end."""
 
     _reported: BaseException | None = None
 
@@ -89,15 +89,15 @@ class LauncherLink:
     def send(self, message: Json) -> None:
         """Send an object with a `kind`; any thread may call this.
 
-        It is sent when this returns, unless the launcher stands still, as after Ctrl-Z: that holds
-        up no rank.
+        The message is sent when this returns, unless the launcher is stopped, as after Ctrl-Z: a
+        stopped launcher delays no rank.
         """
         self._unsent.put(dump(message) + "\n")
         if not self._is_behind and not self.flush(_SOON_S):
             self._is_behind = True
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all messages so far are sent; whether they are."""
+        """Wait until all messages so far are sent; returns whether they are."""
         is_sent = threading.Event()
         self._unsent.put(is_sent)
         return is_sent.wait(timeout_s)
@@ -151,8 +151,8 @@ def run_rank(body: Callable[[RankArguments, LauncherLink, list[str]], None]) -> 
         progress.phase("ends", 0.0)
         link.flush()
         if arguments.rank == 0 and getattr(error, "waited_for", None) is not None:
-            # Its end takes JAX's coordination service along, and that ends the others before they
-            # can report what rank 0 has waited for.
+            # When rank 0 ends, so does JAX's coordination service. That ends the other ranks before
+            # they can report what rank 0 has waited for.
             time.sleep(_OTHERS_REPORT_S)
         # No clean-up: within a transfer it would wait for peers that are about to end.
         os._exit(STALLED if has_stalled else 1)
@@ -162,7 +162,7 @@ def _stalled(rank: int, stall: Stall) -> RankFailed:
     return RankFailed(False, time.monotonic(), rank, f"{stall}", silent_s=stall.silent_s)
 
 
-_OTHERS_REPORT_S = 1.0  # as long as the launcher waits for that
+_OTHERS_REPORT_S = 1.0  # as long as the launcher waits for reports
 _SOON_S = 1.0
 Report = Callable[[BaseException], None]
 _reports: list[Report] = []  # a process is one rank
@@ -175,7 +175,7 @@ def report_failures_by(report: Report) -> None:
 
 @contextmanager
 def reporting_failures() -> Iterator[None]:
-    """Report an error that leaves this context, before anything is closed on its account.
+    """Report an error that leaves this context, before anything is closed because of it.
 
     Peers notice closed connections at once, and must not be the first to report.
     """
@@ -207,7 +207,7 @@ _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)*")
 
 def in_one_line(error: BaseException) -> str:
     """An error's kind and text."""
-    # Of a traceback in it, as of a callback's error, only the last line says the cause.
+    # Only the last line of a traceback in the text, such as a callback's, gives the cause.
     text = " ".join(_TRACEBACK.sub("", str(error)).split())
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 

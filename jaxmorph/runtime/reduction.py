@@ -1,8 +1,8 @@
 """Sums gradients over the replicas of the pipeline at the end of a step, in the order of replicas.
 
-It has two routes. Direct: collectives of the accelerators. Delegated: host memory and a sidecar of
-its own, so that a slow or dead direct path between replicas can't keep a step from ending. Both add
-the same numbers in the same order, so their results are the same bits. By the same routes replicas
+It has two routes. Direct: collectives of the accelerators. Delegated: host memory and a separate
+sidecar, so that a slow or dead direct path between replicas can't keep a step from ending. Both add
+the same numbers in the same order, so their results are bitwise equal. By the same routes replicas
 exchange the shares of parameters that they have updated.
 """
 
@@ -35,7 +35,7 @@ from jaxmorph.transport.plane import ChannelSpec, DataPlane
 Tree = Any
 
 BUCKET_BYTES = 64 * 2**20
-"""Arrays are summed together up to so many bytes: by few collectives, with little memory."""
+"""Arrays are summed together up to this size: by few collectives, with little memory."""
 
 PART_BYTES = 8 * 2**20
 """The longest message of a delegated sum."""
@@ -50,7 +50,7 @@ class DirectSum:
 
     Args:
         mesh: The stage's devices in all replicas, (data, tensor).
-        gradients: Arrays of the form of those to sum.
+        gradients: Arrays like those to sum.
         shares: What this replica gets of the sums; None: all.
         emulated: Delays the sums; None: nothing does.
         timeout_s: How long an emulated delay may be.
@@ -70,7 +70,7 @@ class DirectSum:
         self._sum = _over_replicas(partial(_sum_all, axes, mesh.devices.shape[0]), mesh, leaves)
 
     def of_pair(self, pair: tuple[int, int], gradients: Tree) -> "DirectSum":
-        """The same over two of the replicas alone, compiled now by both."""
+        """The same over only two of the replicas, which both compile it now."""
         mesh = Mesh(self._mesh.devices[[*pair]], self._mesh.axis_names)
         emulated = self._emulated and self._emulated.of_pair(pair)
         return DirectSum(mesh, gradients, emulated, self._timeout_s)
@@ -94,11 +94,11 @@ class DirectSum:
 
 
 class DirectGather:
-    """Makes whole parameters of the replicas' shares by collectives.
+    """Joins the replicas' shares into whole parameters by collectives.
 
     Args:
         mesh: The stage's devices in all replicas, (data, tensor).
-        params: Whole arrays of the form of those to make.
+        params: Whole arrays like those to make.
     """
 
     def __init__(self, mesh: Mesh, params: Tree, shares: Shares) -> None:
@@ -142,8 +142,8 @@ def _over_replicas(
     compiled = jax.jit(mapped).lower(*joint).compile()
 
     def run(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        # Each replica has its own numbers under the name of one array that is alike in all of
-        # them. JAX does not compare them, and inside the program each device has its own.
+        # To JAX these arrays are the same in all replicas, but each replica has its own numbers.
+        # JAX does not compare them, and inside the program each device has its own.
         results = compiled(*map(_in_other_place, leaves, places))
         return [*map(_in_other_place, results, (leaf.sharding for leaf in leaves))]
 
@@ -151,7 +151,7 @@ def _over_replicas(
 
 
 def _with_divided(leaves: Iterable[Any], axes: Iterable[int], whole: Iterable[Any]) -> list[Any]:
-    """The leaves, with these arrays in place of those that are divided."""
+    """The leaves, with the `whole` arrays in place of divided ones."""
     others = iter(whole)
     pairs = zip(leaves, axes, strict=True)
     return [leaf if axis == WHOLE else next(others) for leaf, axis in pairs]
@@ -230,7 +230,7 @@ def _buckets(leaves: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
 
 
 def _sum_flat(flat: jax.Array, num_replicas: int) -> jax.Array:
-    """Each replica adds up its own share of all replicas' numbers, then all share the sums.
+    """Each replica adds up its own share of all replicas' numbers, then all exchange the sums.
 
     `psum` sends as much, but leaves the order of additions to the backend.
     """
@@ -241,7 +241,7 @@ def _sum_flat(flat: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def _own_sum(shares: jax.Array) -> jax.Array:
-    """The sum of all replicas' numbers of this one's share, from [replica, number]."""
+    """The sum over replicas of the numbers in this replica's share, from [replica, number]."""
     of_replicas = jax.lax.all_to_all(shares, DATA, 0, 0)
     return reduce(add, [of_replicas[index] for index in range(len(of_replicas))])
 
@@ -249,11 +249,11 @@ def _own_sum(shares: jax.Array) -> jax.Array:
 class DelegatedSum:
     """Sums a stage's gradients over the replicas through host memory and the data plane.
 
-    By the same channels replicas exchange their shares of the parameters.
+    The same channels carry the replicas' shares of the parameters.
 
     The numbers are cut into a share for each replica, and shares into parts of one length. A
     replica adds up the parts of its share as they come, and sends the sums to all others, unless
-    each keeps its own.
+    each replica keeps its own sums.
 
     Args:
         plane: Has the channels of `channel_specs`, between replicas.
@@ -286,11 +286,11 @@ class DelegatedSum:
         # for a free slot.
         self.num_rounds = of_whole + bool(of_whole) + math.ceil(of_divided / _NUM_SLOTS)
         self._others = [each for each in range(own.count) if each != own.index]
-        # On the device, as the direct route does: a host may treat the smallest numbers otherwise.
+        # On the device, as on the direct route: a host may treat the smallest numbers differently.
         self._add = jax.jit(lambda *parts: reduce(add, parts))
 
     def of_pair(self, pair: tuple[int, int]) -> "DelegatedSum":
-        """The same between two of the replicas alone, with as many numbers to each other."""
+        """The same between only two of the replicas, which send each other as many numbers."""
         alone = copy(self)
         alone._others = [each for each in pair if each != self._own.index]
         return alone
@@ -310,13 +310,13 @@ class DelegatedSum:
         return jax.tree.unflatten(structure, every)
 
     def _by_axis(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Those that every replica gets whole, and those of which each gets its share."""
+        """The leaves that every replica gets whole, and those of which it gets only its share."""
         pairs = [*zip(leaves, self._axes, strict=True)]
         whole = [leaf for leaf, axis in pairs if axis == WHOLE]
         return whole, [leaf for leaf, axis in pairs if axis != WHOLE]
 
     def _shape(self, size: int) -> tuple[int, int, int]:
-        """How so many numbers are cut: [replica, part, number]."""
+        """The shape into which `size` numbers are cut: [replica, part, number]."""
         share = math.ceil(size / self._own.count)
         length = min(self._length, max(1, share))
         return self._own.count, math.ceil(share / length), length
@@ -369,7 +369,7 @@ class DelegatedSum:
         return jax.tree.unflatten(structure, _with_divided(leaves, self._axes, whole))
 
     def _added_up(self, numbers: np.ndarray, step: int, of: int) -> Iterator[int]:
-        """The parts of this replica's share, each once it has the sum of all replicas' numbers."""
+        """Add up this replica's share of the numbers; yields each part's index once it is done."""
         own, num_parts = self._own.index, numbers.shape[1]
         for part in range(num_parts + 1):  # the next parts are on their way while one is added up
             for other in self._others if part < num_parts else ():
@@ -470,9 +470,9 @@ def _placed_like(
     """Arrays of the numbers of all rows, on the leaves' devices.
 
     Args:
-        axes: Along which the arrays of several rows are joined, or the leaves are divided.
-        rows: Numbers in the order of `_flat`, those of each array in all rows.
-        parts: A row has one of so many parts of each leaf.
+        axes: The axes along which arrays of several rows are joined, or leaves are divided.
+        rows: Numbers in the order of `_flat`; each array has numbers in all rows.
+        parts: How many parts each leaf has; a row holds one of them.
     """
     at = 0
     for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True):

@@ -1,4 +1,4 @@
-"""Exchanges of all ranks of a run, over the host network, each in the same order."""
+"""Exchanges between all ranks of a run over the host network, in the same order on all ranks."""
 
 import contextlib
 import json
@@ -37,8 +37,8 @@ _RENDEZVOUS = "the rendezvous"
 _GRACE_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-_THEN_OWN = b"\n"  # after JSON, which escapes its own: what rank 0 alone or one rank alone gets
-_NOTE = b"\0"  # begins a note; what ranks exchange begins with text
+_THEN_OWN = b"\n"  # ends the JSON, which escapes its newlines; then: what only one rank gets
+_NOTE = b"\0"  # begins a note; messages of exchanges begin with text
 _NOTE_EVERY_S = 5.0
 
 
@@ -86,8 +86,8 @@ class Rendezvous(Protocol):
 
     Attributes:
         rank: This rank's number among them.
-        members: The run's number of each, which messages name.
-        secret: Known to the ranks of this start of the run alone.
+        members: The run's number of each rank; errors name ranks by it.
+        secret: Known only to the ranks of this start of the run.
     """
 
     rank: int
@@ -99,8 +99,8 @@ class Rendezvous(Protocol):
         """The rendezvous of some of the ranks, numbered from 0; its ranks call this together.
 
         Args:
-            name: Of the group, which no other has at the same time.
-            members: Their numbers here, this rank's own among them.
+            name: A name that no other group has at the same time.
+            members: The group's ranks, by their numbers here; they include this rank.
         """
         ...
 
@@ -111,11 +111,11 @@ class Rendezvous(Protocol):
 
         Args:
             message: For all ranks; anything that `plain_json.dump` takes.
-            detail: For rank 0 alone, which finds it under `DETAIL`.
-            addressed: From rank 0, for each rank alone: keys that it finds in rank 0's message.
+            detail: For rank 0 only, which finds it under `DETAIL`.
+            addressed: From rank 0, one for each rank, which finds its keys in rank 0's message.
 
         Raises:
-            RendezvousError: If a rank is gone or doesn't come within the deadline; it names it.
+            RendezvousError: If a rank is gone or misses the deadline; it names the rank.
         """
         ...
 
@@ -124,7 +124,7 @@ class Rendezvous(Protocol):
 
         Args:
             starts: Whether ranks are starting: then each reports every few seconds what it does,
-                and the others wait for as long as its own deadlines let it.
+                and the others wait for it as long as its own deadlines allow.
         """
         ...
 
@@ -206,7 +206,7 @@ class SoleRank:
 class HostRendezvous:
     """Every rank's message goes to rank 0, which sends all of them to all ranks, over TCP.
 
-    JAX's coordination service only passes on where rank 0 listens: anyone can read and write there.
+    JAX's coordination service only carries rank 0's address: anyone can read and write there.
     And an exchange through its key-value store takes milliseconds, this one a fraction of that, at
     every step.
 
@@ -289,7 +289,7 @@ class HostRendezvous:
             peer.limit(self._deadline_s)
         if not starts:
             self._has_started.set()
-        elif self._has_started.is_set():  # as for another trainer of a script
+        elif self._has_started.is_set():  # such as when a script makes another trainer
             self._has_started.clear()
             self._start_notes()
 
@@ -364,7 +364,7 @@ class HostRendezvous:
         with self._naming(rank):
             while (message := self._peers[rank].receive())[:1] == _NOTE:
                 self._take_note(rank, parse_line(Note, message[1:].decode(), f"rank {rank}"))
-        self._last_notes.pop(rank, None)  # it has gone on since
+        self._last_notes.pop(rank, None)  # outdated: the rank has gone on
         return message
 
     def _take_note(self, rank: int, note: Note) -> None:
@@ -387,7 +387,7 @@ class HostRendezvous:
 
 
 def _with_own(messages: bytes, own: bytes) -> list[Json]:
-    """All messages, and in rank 0's the keys for this rank alone."""
+    """All messages; rank 0's also has the keys for only this rank."""
     found = json.loads(messages)
     return [found[0] | json.loads(own), *found[1:]] if own else found
 

@@ -1,8 +1,8 @@
 """A rank's place among the replicas of the pipeline, and what they agree on at the end of a step.
 
 A rank belongs to two groups: the stages of its replica, and the same stage in all replicas. First
-the ranks of a stage exchange what they have, then those of a replica do. So all ranks know the sum
-of all, and no exchange joins more ranks than a row or a column has.
+the ranks of a stage exchange what they have, then the ranks of a replica do. So all ranks know the
+sum over all, and no exchange joins more ranks than one of these groups has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _Part = TypeVar("_Part")
 class JoinsReplicas(Protocol):
     """A part of a rank's report that all replicas must know alike (`named_parts`).
 
-    The same stage's ranks in all replicas report one, or none of them does.
+    A stage's ranks in all replicas report such a part, or none of them does.
     """
 
     def joined(self, of_replicas: Sequence[Self], /) -> Self:

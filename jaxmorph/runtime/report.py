@@ -26,7 +26,7 @@ from jaxmorph.schedule.ops import Op
 from jaxmorph.schedule.timeline import CopySpan, Timeline
 
 _Part = TypeVar("_Part")
-_THEN = b"\n"  # after JSON, which escapes its own
+_THEN = b"\n"  # ends the JSON, which escapes its newlines
 _NOT_FOR_ALL = frozenset({DETAIL, "own_parts"})
 
 
@@ -46,7 +46,7 @@ class LinkEvent:
 
     @classmethod
     def of(cls, record: Json) -> Self:
-        """Parse a link's record; fields that are specific to it become the detail."""
+        """Parse a link's record; its other fields become the detail where it has none."""
         own = (name for name in record if name not in ("time_s", "kind", "peer", "detail"))
         fields = (f"{name.replace('_', ' ')} {record[name]}" for name in own)
         detail = record.get("detail") or ", ".join(fields)
@@ -85,7 +85,7 @@ class StepTimings(RankTimes):
 
     @classmethod
     def of_detail(cls, detail: bytes) -> Self:
-        """What `detail` wrote; a `ParseError` says that it is something else."""
+        """Parse what `detail` wrote; raises `ParseError` for anything else."""
         events, _, times = detail.partition(_THEN)
         line = events.decode(errors="replace")
         read = parse_line(tuple[LinkEvent, ...], line, "events") if line else ()
@@ -126,7 +126,7 @@ class StepReport:
     detail: bytes = b""
 
     def to_json(self) -> Json:
-        """What goes to all ranks: both scalars, and what is not empty or 0."""
+        """What goes to all ranks: both scalars, and other fields that are not empty or 0."""
         more = vars(self).items()
         scalars = {"loss": self.loss, "squared_norm": self.squared_norm}
         return scalars | {name: each for name, each in more if each and name not in _NOT_FOR_ALL}
@@ -142,13 +142,13 @@ class StepReport:
 
     @cached_property
     def timings(self) -> StepTimings:
-        """The timings in `detail`, with a `ParseError` if it is something else."""
+        """The timings in `detail`; raises `ParseError` if it is something else."""
         return StepTimings.of_detail(self.detail)
 
 
 @dataclass(frozen=True)
 class Addressed:
-    """A part that rank 0 adds to its report, another one for each rank, in rank order."""
+    """Parts that rank 0 adds to its report: one for each rank, in rank order."""
 
     parts: tuple[Any, ...] = ()
 
@@ -197,7 +197,7 @@ class SumTook:
     """How long a stage's sum over replicas took, from when the last of them came to it.
 
     Attributes:
-        seconds: 0 if that is not known.
+        seconds: 0 if unknown.
         num_rounds: How many messages followed one another.
         num_bytes: Of the stage's gradients.
     """
@@ -209,11 +209,11 @@ class SumTook:
 
 @dataclass(frozen=True)
 class OfReplicas:
-    """Each replica's report to the one that records the run; its first stage has those of all.
+    """Each replica's report to the replica that records the run, whose first stage gets all.
 
     Attributes:
-        steps: How each ran the step.
-        messages: Of replicas but that one, to be recorded.
+        steps: How each replica ran the step.
+        messages: Messages of the other replicas, to be recorded.
     """
 
     steps: tuple[ReplicaStep, ...] = ()

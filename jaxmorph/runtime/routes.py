@@ -14,7 +14,7 @@ _PAYLOAD_CODES = {payload: code for code, payload in enumerate(Payload)}
 
 
 class TransferIdentity(NamedTuple):
-    """Identifies a message among all of a run; both ends of a transfer check it.
+    """Identifies a message among all messages of a run; both ends of a transfer check it.
 
     Attributes:
         epoch: The epoch of its link (`link_switch`); always 0 where no link fails over.
@@ -58,10 +58,10 @@ class Moved:
         value: At the receiving end the payload, in the form that programs take (`host_memory`); at
             the sending end something that is ready once the payload has left this rank's arrays.
         peer_arrived_s: When the other end came to the transfer (a delegated message: when it was
-            posted), as a time of this end's clock; None: not asked.
+            posted), as a time of this end's clock; None: not known.
         over_s: When the transfer was over, by the same clock: when an emulated link let it pass, or
             a delegated message had arrived. None: as soon as both ends had come to it.
-        each_over_s: As `over_s`, of each transfer; empty where no emulated link held them.
+        each_over_s: The `over_s` of each transfer; empty where no emulated link held them.
         check: Waits until the transfer is over, and raises what `Route.take` raises if it failed;
             None: that is known already.
     """

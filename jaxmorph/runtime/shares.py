@@ -1,7 +1,7 @@
 """Divides the update of a stage's parameters among the replicas: each updates a share of them.
 
-A parameter is divided along one axis; the state that Optax keeps for it is divided alike. One that
-has no such axis stays whole, and every replica updates it.
+A parameter is divided along one axis; the state that Optax keeps for it is divided alike. A
+parameter that no axis divides evenly stays whole, and every replica updates it.
 """
 
 from dataclasses import dataclass
@@ -44,13 +44,13 @@ class Shares:
         return jax.tree.map(lambda leaf, axis: own_share(leaf, axis, self.own), tree, self.axes)
 
     def counted_once(self, shares: Tree) -> Tree:
-        """The shares, without what is not divided, unless this is replica 0."""
+        """The shares; undivided arrays are among them only in replica 0."""
         if self.own.index == 0:
             return shares
         return jax.tree.map(lambda leaf, axis: None if axis == WHOLE else leaf, shares, self.axes)
 
     def shapes(self, tree: Tree) -> Tree:
-        """The shapes of `take`'s arrays, from those of the whole, with their shardings."""
+        """The shapes and shardings of `take`'s arrays, from whole arrays or their shapes."""
 
         def shape(leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
             sizes = [*leaf.shape]
@@ -80,7 +80,7 @@ def _share_axis(leaf: Any, count: int) -> int:
 
 
 def axes_between(shares: Tree, whole: Tree) -> Tree:
-    """The axis along which each array of a tree is divided, from its shapes and the whole ones'."""
+    """The axis along which each array is divided, from the shapes of shares and whole arrays."""
 
     def axis(share: Any, leaf: Any) -> int:
         pairs = zip(share.shape, leaf.shape, strict=True)

@@ -25,30 +25,30 @@ class StageSettings:
     Attributes:
         layers: The layers of every virtual stage, in the order of the pipeline.
         shapes: The data of one microbatch.
-        seed: Of the initial parameters, which don't depend on the number of stages.
+        seed: The seed of the initial parameters, which don't depend on the number of stages.
         stash: Whether F keeps what B needs, or B computes it again.
         kinds: The kinds of op to compile.
-        weight_group: Of how many microbatches one W is.
+        weight_group: How many microbatches one W covers.
         optimizer: AdamW's settings, or an Optax transformation: see `StageOptimizer`.
         pace: How long this stage's ops last, each of one chunk; None: as long as they take.
         transfer_timeout_s: How long to wait for a transfer.
         num_chunks: Virtual stages per rank.
-        placement_kind: How they are placed.
+        placement_kind: How virtual stages are placed on ranks.
         num_devices: Devices of a rank, over which its parameters are split.
-        ranks: The run's rank of each stage; none: the pipeline's own numbers.
-        replica: Which copy of the pipeline it belongs to.
-        divides_optimizer: Whether each replica keeps the optimizer's state of its share alone.
+        ranks: The run's rank of each stage; empty: the pipeline's own numbers.
+        replica: Which copy of the pipeline the stage belongs to.
+        divides_optimizer: Whether each replica keeps only its share of the optimizer's state.
         weights: Where to read stored weights; None: parameters start from `seed`.
         direct: The links that may be on the direct route; None: all of them.
         delegated: The links that may be delegated; programs for both routes are compiled ahead.
-        fails_over: Whether a link goes on delegated when its direct path fails: then all links must
+        fails_over: Whether a link becomes delegated when its direct path fails: then all links must
             be in `delegated`.
-        hands_over: Whether such a link does so too when it turns slow.
+        hands_over: Whether such a link also becomes delegated when it becomes slow.
         direct_timeout_s: How long an emulated direct transfer may take once both ends have come to
             it; None: `transfer_timeout_s`.
         copies: How payloads are copied into slots: a backend's name, or "auto".
-        free_slots_s: How long to wait, when a plan needs fewer slots, until channels are at rest
-            and the others can be freed; None: keep them.
+        free_slots_s: How long to wait until channels are at rest, so that slots that a plan doesn't
+            need can be freed; None: keep them.
     """
 
     layers: tuple[range, ...]

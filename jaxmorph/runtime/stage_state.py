@@ -2,7 +2,7 @@
 
 An Optax state holds trees with the structure of the parameters, such as Adam's moments, and numbers
 that belong to no parameter, such as its count. A part gets its own chunk's share of the trees, and
-all of the numbers. Where replicas divide the optimizer's state, a checkpoint has a part of each.
+all numbers. Where replicas divide the optimizer's state, a checkpoint has a part from each replica.
 Parts also go from rank to rank, where ranks change places in the mesh.
 """
 
@@ -26,7 +26,7 @@ Tree = Any
 PARAMS = "params"
 OPTIMIZER = "optimizer"
 _PIECE_BYTES = 64 * 2**20
-_SHARES = "shares_along_"  # and an axis: of optimizer state that replicas divide along it
+_SHARES = "shares_along_"  # then an axis: optimizer state that replicas divide along it
 
 
 def stage_parts(params: tuple[Tree, ...], optimizer_state: Tree) -> tuple[Tree, ...]:
@@ -45,7 +45,7 @@ def from_parts(
 
     Args:
         parts: One for each chunk; numpy arrays.
-        params: The expected structure and shapes, with shardings, as for `optimizer_state`.
+        params: The expected structure, shapes and shardings; `optimizer_state` likewise.
 
     Raises:
         UserError: The parts belong to another model, cut or optimizer, or are no parts.
@@ -70,10 +70,10 @@ def from_parts(
 def stored_parts(parts: Sequence[Tree], axes: Sequence[Tree], replica: int) -> tuple[Tree, ...]:
     """What one replica writes to a checkpoint, of the parts that `stage_parts` made.
 
-    Replica 0 writes what is alike in all of them, too.
+    Replica 0 also writes what is the same in all replicas.
 
     Args:
-        axes: Parts with the axis of each array, as in `Shares`, in its place.
+        axes: The same parts with each array's axis (see `Shares`) in its place.
     """
     return tuple(map(partial(_stored_part, replica), parts, axes))
 
@@ -90,7 +90,7 @@ def _stored_part(replica: int, part: Tree, axes: Tree) -> Tree:
 
 
 def share_axis(key: Sequence[str]) -> int | None:
-    """Along which axis replicas divide an array in a checkpoint, by its key path; None: not."""
+    """The axis along which replicas divide a checkpoint's array, by its key path; None: none."""
     root = key[0]
     return int(root.removeprefix(_SHARES)) if root.startswith(_SHARES) else None
 
@@ -206,7 +206,7 @@ def _form(leaf: Any) -> str:
 def copied_to_host(array: jax.Array) -> jax.Array:
     """A copy in pinned host memory, whole if several devices have parts of the array.
 
-    Not by `np.asarray`, of the array or of a shard: they would keep those copies.
+    It doesn't use `np.asarray`: the array or its shard would keep that copy.
     """
     first = min(array.devices(), key=lambda device: device.id)
     on_host = SingleDeviceSharding(first, memory_kind="pinned_host")

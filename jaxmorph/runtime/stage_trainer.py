@@ -42,7 +42,7 @@ from jaxmorph.stage.stage_functions import StashMemory
 from jaxmorph.transport.plane import DataPlane
 from jaxmorph.transport.several_sidecars import SeveralSidecars
 
-_HANGS_AFTER = 0.5  # of the time after which a direct transfer is given up
+_HANGS_AFTER = 0.5  # share of a direct transfer's timeout
 
 
 class StageTrainer:
@@ -56,17 +56,17 @@ class StageTrainer:
         links: What is emulated on its links; None: nothing.
         plane: Carries delegated transfers; None: no link of this rank is ever delegated. The caller
             closes it.
-        failover: To the other ends of the links that fail over; None: a failure ends the run.
+        failover: Connections of the links that fail over; None: a failure ends the run.
         alone: The mesh of this stage, where JAX doesn't join the ranks' devices; then settings must
             let no link be direct. None: the stage is part of the mesh of all devices.
-        earlier: The same stage, closed: its programs and state are taken over.
+        earlier: The closed trainer of the same stage; this one takes over its programs and state.
         compiled: The stage, compiled before; then it has no state until `restore`.
 
     Attributes:
         compiled: Its programs and optimizer.
         submesh: Its devices.
         delegated: The delegated route; None where no link of this rank is ever delegated.
-        params: Each chunk's parameters; from an `update` with shares to `complete` its own share.
+        params: Each chunk's parameters; with shares, only a share from `update` to `complete`.
 
     Raises:
         UserError: If payloads can't be copied as the configuration says.
@@ -155,13 +155,13 @@ class StageTrainer:
             for channel, payload in self._payloads.items()
             if settings.direct is None or channel.link in settings.direct
         }
-        # A failed collective of CPUs raises an error; one that XLA aborts on GPUs may just end.
+        # A failed collective raises an error on CPUs; on GPUs XLA may abort it without an error.
         is_on_cpu = mesh.devices.flat[0].platform == "cpu"
         sealed = settings.fails_over and not is_on_cpu
         communicators = LinkCommunicators(mesh, payloads, answered=answered, sealed=sealed)
         programs = communicators.first_programs()
-        # CPU devices of a process share its threads: a transfer that waits for its peer would keep
-        # them from ops of another device for which the peer waits.
+        # CPU devices of a process share its threads. A transfer that waits for its peer would keep
+        # them from another device's ops, which the peer may be waiting for.
         runs_ahead = not is_on_cpu or settings.num_devices == 1
         direct = DirectRoute(programs, answered, self._links, timeout_s, runs_ahead=runs_ahead)
         if self._plane is None:
@@ -205,7 +205,7 @@ class StageTrainer:
 
     @property
     def programs(self) -> tuple[StagePrograms, ...]:
-        """Each chunk's programs, for steps of the length of the last one, at first the longest."""
+        """Each chunk's programs for the length of the last step, at first for the longest."""
         return self.compiled.programs_by_length[self._length_index]
 
     @property
@@ -239,7 +239,7 @@ class StageTrainer:
         return self._accumulators
 
     def replace_gradients(self, gradients: Chunks) -> None:
-        """Use these in place of the last step's own, as the sum over replicas."""
+        """Replace the last step's gradients by their sum over replicas."""
         self._accumulators = gradients
 
     def run(self, program: RankInstructions, inputs: StepInputs, step: int) -> StepOutcome:
@@ -248,7 +248,7 @@ class StageTrainer:
         if self._failover is not None:
             self._failover.judges = not inputs.evaluates
         if inputs.length_index != self._length_index:
-            # What follows from parameters alone may depend on the length, as a slice of them.
+            # What `prepare` makes of parameters may depend on the length, such as a slice of them.
             self._length_index = inputs.length_index
             self._prepare_weights()
             self.executor = replace(self.executor, chunks=self.programs)
@@ -260,7 +260,7 @@ class StageTrainer:
 
     @property
     def _evaluated(self) -> Chunks:
-        """The weights that evaluations use: parameters as they are, where it `evaluates_apart`."""
+        """The weights that evaluations use: unprepared where a chunk `evaluates_apart`."""
         chunks = zip(self.programs, self.params, self._weights, strict=True)
         return tuple(
             params if programs.functions.evaluates_apart else weights
@@ -290,7 +290,7 @@ class StageTrainer:
             self.delegated.add_slots(slots, self.executor.transfer_timeout_s, sending=sending)
 
     def await_registered_slots(self) -> None:
-        """Wait until the device's driver knows all slots: until then copies take another way."""
+        """Wait until the device's driver knows all slots; until then copies work differently."""
         memory = self._slot_copies and self._slot_copies.available.memory
         if memory:
             memory.settle()
@@ -339,7 +339,7 @@ class StageTrainer:
         return None if self._failover is None else self._failover.path_is_up(link)
 
     def on_slow_link(self, call: Callable[[SlowLink], None]) -> None:
-        """Have this called as soon as any rank finds a link slow in mid-step, by any thread."""
+        """Set what is called, on any thread, as soon as any rank finds a link slow in mid-step."""
         if self._failover is not None:
             self._failover.on_slow = call
 
@@ -347,10 +347,10 @@ class StageTrainer:
         return self._links.is_cut(link, self._step)
 
     def begin_failed_over(self, link: Link) -> None:
-        """Start with a direct path of this rank failed, as it did in an earlier process.
+        """Treat a direct path of this rank as failed: it failed in an earlier process.
 
-        Both its ranks do so before the first step that could use the path. Until `restore_direct`
-        its messages are delegated, as after a failure.
+        Both its ranks call this before the first step that could use the path. Its messages are
+        delegated until `restore_direct`, as after a failure.
         """
         if self._failover is not None:
             self._failover.begin_failed_over(link)
@@ -374,16 +374,16 @@ class StageTrainer:
         return [*self._plane.events(), *self.delegated.events()]
 
     def squared_norm(self) -> float:
-        """Sum of squares of the stage's gradients; a tied parameter counts on one stage.
+        """Sum of squares of the stage's gradients; a tied parameter counts on only one stage.
 
-        With `shares`, of this replica's, and what is not divided counts in replica 0.
+        With `shares` it covers this replica's share; undivided arrays count only in replica 0.
         """
         return float(self.compiled.optimizer.squared_norm(self._accumulators))
 
     def update(self, scale: float) -> None:
         """Apply the gradients, each multiplied by `scale`, and zero the accumulators.
 
-        The ranks have exchanged reports by then, so no message of the step is on its way. Where
+        The ranks have already exchanged reports, so no message of the step is in flight. Where
         replicas share the update, `complete` must follow.
         """
         self._end_step()
@@ -395,7 +395,7 @@ class StageTrainer:
             self._prepare_weights()
 
     def complete(self, params: Chunks) -> None:
-        """Go on with the parameters of all replicas' shares together."""
+        """Continue with whole parameters, joined from all replicas' shares."""
         self.params = params
         self._prepare_weights()
 
@@ -439,7 +439,7 @@ class StageTrainer:
         self._prepare_weights()
 
     def drop_state(self) -> None:
-        """Let go of all arrays, once another stage has them or takes this one's place."""
+        """Release all arrays, once another stage has them or takes this one's place."""
         self.params = self._weights = self._accumulators = ()
         self._optimizer_state = ()
 
@@ -452,7 +452,7 @@ class StageTrainer:
 
     def close(self) -> None:
         """Stop the threads of the queue, of copies and of links."""
-        self._queue.close()  # first: what it still runs uses the others
+        self._queue.close()  # first: the item that it still runs uses the others
         self.executor.copies.close()
         for each in (self._failover, self._slot_copies):
             if each is not None:

@@ -1,4 +1,4 @@
-"""A rank's process as its launcher holds it: started, looked at, and ended with what it started."""
+"""A rank's process as its launcher sees it: started, watched, and ended with its children."""
 
 import contextlib
 import errno
@@ -43,7 +43,7 @@ class StartedRank:
     @property
     def exit_code(self) -> int | None:
         """The exit code of a rank that has ended, the negative signal if one ended it."""
-        # It isn't reaped here: until then its process group can't be another program's.
+        # The process isn't reaped here: until it is, no other program can get its process group.
         with contextlib.suppress(ChildProcessError):
             ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -111,8 +111,8 @@ def environment_of_ranks(num_ranks: int, least_threads: int = 1) -> dict[str, st
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
     """A TCP port of the loopback interface that no other run gets while this lasts."""
-    # Rank 0 binds the port only seconds later. Until then a socket holds it that shares its port,
-    # as gRPC's do, but doesn't listen, so connections reach only rank 0.
+    # Rank 0 binds the port only seconds later. Until then this socket holds it. It shares the port,
+    # as gRPC's sockets do, but doesn't listen, so connections reach only rank 0.
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
@@ -133,7 +133,7 @@ def _require_loopback(port: int) -> None:
 
 
 def signal_all(ranks: Collection[StartedRank], number: signal.Signals) -> None:
-    """Signal the ranks and what they have started, also those of ranks that have ended."""
+    """Signal the ranks' process groups, including those of ranks that have ended."""
     for rank in ranks:
         with contextlib.suppress(OSError):  # none of them is left
             os.killpg(rank.process.pid, number)

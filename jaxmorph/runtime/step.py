@@ -52,7 +52,7 @@ class StepResult:
         step_s: From the step's beginning to the end of the exchange.
         ended_s: When the exchange ended, on the monotonic clock.
         updated: Whether parameters were updated.
-        events: Of this rank's delegated links since the step before, on the monotonic clock.
+        events: Events of this rank's delegated links since the last step, on the monotonic clock.
     """
 
     step: int
@@ -90,9 +90,9 @@ class StepRunner:
     Attributes:
         clip_norm: Largest global norm of gradients; None: no clipping.
         compilations: Counts this rank's compilations; None: reported as 0.
-        timeout_s: How long a step may take from one of its stamps to the next (`progress`); 0: as
-            long as what is in force says.
-        gradient_sum: Sums over the replicas of the pipeline; None: there is one.
+        timeout_s: How long a step may take from one of its stamps to the next (`progress`); 0: the
+            limit that is in force already.
+        gradient_sum: Sums over the replicas of the pipeline; None: there is only one.
     """
 
     stage: StageTrainer
@@ -123,7 +123,7 @@ class StepRunner:
             began_s: When the step began, on the monotonic clock; None: now.
             report: Returns the parts that this rank adds to its report (`named_parts`); called once
                 the gradients are there.
-            updates: False in a step that is run only for its timings: its gradients are discarded.
+            updates: False in a step that runs only for its timings: its gradients are discarded.
         """
         began_s = time.monotonic() if began_s is None else began_s
         with reporting_failures(), progress.within(self.timeout_s, f"step {step}"):
@@ -190,7 +190,7 @@ class StepRunner:
         except Exception as error:
             members, named = self.rendezvous.members, vars(error)
             if "waited_for" in named and [*members] != [*range(len(members))]:
-                stage = named["waited_for"]  # it numbers ranks as its replica does
+                stage = named["waited_for"]  # numbered within the replica
                 named["waited_for"] = None if stage is None else members[stage]
                 ranks = ", ".join(map(str, members))
                 where = f"in replica {self.replica.index}, whose ranks are the run's {ranks}"
@@ -226,7 +226,7 @@ def not_finite_in_words(stage: StageTrainer, outcome: StepOutcome, squared_norm:
         for name, mean in outcome.aux.items()
         if not math.isfinite(mean)
     ]
-    if not found and not math.isfinite(outcome.loss):  # which has the auxiliary losses in it
+    if not found and not math.isfinite(outcome.loss):  # this includes the auxiliary losses
         found = [f"loss {outcome.loss}"]
     # Gradients are checked only if their norm is not finite, and on the host, to compile nothing.
     if not math.isfinite(squared_norm):

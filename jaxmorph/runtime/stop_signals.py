@@ -1,7 +1,7 @@
 """What Ctrl-C, SIGTERM and SIGHUP do to a run: the first one saves, the second ends it at once.
 
-Where a run can save, handlers only record. One that raises can lose its exception: Python drops
-those of finalizers and weak references' callbacks, which run at any moment.
+Where a run can save, handlers only record the signal. A handler that raises can lose its exception:
+Python drops exceptions in finalizers and weak references' callbacks, which run at any moment.
 """
 
 import os
@@ -64,7 +64,7 @@ def signals_ask(
     Yields:
         A function: the signal that has asked the process to end, if any.
     """
-    # Both replace the handler that JAX installs in a distributed process, which ends nothing.
+    # Both cases replace the handler that JAX installs in a distributed process, which ends nothing.
     if within_s is None:
         with handled(_interrupt):
             yield lambda: None

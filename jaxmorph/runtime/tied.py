@@ -22,7 +22,7 @@ class TiedGradients:
 
     Args:
         tied: Pairs of paths, in the embedding's and in the head's parameters.
-        accumulators: Those of each of the stage's chunks, or their shapes. The first chunk of the
+        accumulators: The accumulators of each chunk, or their shapes. The first chunk of the
             first stage has the embedding, the last chunk of the last stage the head.
     """
 

@@ -20,8 +20,8 @@ from jaxmorph.progress import LOOK_S, Page, Stall, progress
 STALLED = 75
 """The exit code of a process that has stalled: EX_TEMPFAIL of sysexits.h, a temporary failure."""
 
-# A stalled process ends itself by its thread, if that can run. This is later than a launcher acts,
-# as a timer that is over once a stopped process is continued would mix its stacks with others.
+# The timer is for stalled processes whose watchdog thread can't run. It fires later than a launcher
+# acts: if it fired when a stopped process is continued, its stacks would mix with others.
 _TIMER_S = 4.5
 _REPORT_S = 1.0
 

@@ -1,7 +1,7 @@
-"""What XLA and NCCL read once: it must be set before JAX computes anything.
+"""Settings that XLA and NCCL read once: they must be set before JAX computes anything.
 
-On GPUs some of it decides whether a failed or stalled collective ends at all (`gpu_settings`). None
-of that has been seen on a GPU yet.
+On GPUs some of them decide whether a failed or stalled collective ends at all (`gpu_settings`).
+None of this has been seen on a GPU yet.
 """
 
 import os
@@ -62,7 +62,7 @@ _ENDS_RANKS = (
         "xla_gpu_nccl_terminate_on_error", "true", "an error of NCCL ends the rank within 30 s"
     ),
 )
-# As JAX's page on fault tolerance has them, but for its other GPU client: that one has a single
+# As on JAX's page on fault tolerance, except its other GPU client: that client has a single
 # stream, on which copies of delegated messages would delay computation (openxla/xla#28859).
 _RAISES_ERRORS = (
     GpuSetting(
@@ -82,10 +82,10 @@ _RAISES_ERRORS = (
 def gpu_settings(*, fails_over: bool) -> tuple[GpuSetting, ...]:
     """What ranks on GPUs have unless the user chose something else.
 
-    A silent peer is no error to NCCL, with any of it: then the rank's watchdog ends the rank.
+    Even with these NCCL raises no error for a silent peer: the rank's watchdog ends the rank.
 
     Args:
-        fails_over: Whether links go on delegated when their direct paths fail. Otherwise a rank
+        fails_over: Whether links become delegated when their direct paths fail. Otherwise a rank
             whose collective failed can only end.
     """
     return (*_ALWAYS, *(_RAISES_ERRORS if fails_over else _ENDS_RANKS))
@@ -106,14 +106,14 @@ def set_up_gpus(*, fails_over: bool, environment: MutableMapping[str, str] = os.
 
 
 def settings_in_force(*, fails_over: bool) -> Iterator[str]:
-    """What this process has of the settings, as `name=value`."""
+    """The settings that this process has, as `name=value`."""
     for each in gpu_settings(fails_over=fails_over):
         if (value := value_in_force(each)) is not None:
             yield f"{each.name}={value}"
 
 
 def value_in_force(setting: GpuSetting) -> str | None:
-    """What this process has of a setting; None: nothing."""
+    """This process's value of a setting; None: it has none."""
     if not setting.is_flag:
         return os.environ.get(setting.name)
     pattern = rf"(?:^|\s)--{setting.name}(?:=(\S*))?(?=\s|$)"
@@ -122,9 +122,9 @@ def value_in_force(setting: GpuSetting) -> str | None:
 
 
 def unknown_flags(flags: Sequence[str]) -> frozenset[str]:
-    """Those of some flags that the installed JAX doesn't know, by asking a process of its own.
+    """The flags that the installed JAX doesn't know, found by a separate process.
 
-    It takes half a second. Where that process doesn't answer, all are.
+    It takes half a second. If that process doesn't answer, all flags count as unknown.
     """
     asked = {**os.environ, "XLA_FLAGS": " ".join(flags)}
     try:
@@ -161,8 +161,8 @@ def have_cpu_devices(num_devices: int, *, spare: bool) -> None:
     """Make JAX show the CPU devices of a stage; a number that the user has set is kept.
 
     Args:
-        spare: Whether there should be as many again, over which failed links can be restored: only
-            `LinkCommunicators` uses them.
+        spare: Whether to have twice as many, so that failed links can be restored over the others:
+            only `LinkCommunicators` uses them.
     """
     # XLA gives its thread pools at least one thread per device. Where they would have only one, a
     # second thread would change the speed and the last bits of results.

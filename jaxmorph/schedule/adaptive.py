@@ -12,8 +12,8 @@ from typing import NamedTuple
 from jaxmorph.schedule.list_schedule import PAPER, ListSchedule, Rule, Workload, list_schedule
 from jaxmorph.schedule.order_graph import OrderGraph
 
-# The best set of those tried on random problems like those of benchmarks.planner_gap; the first
-# ones contribute most.
+# The best of the sets tried on random problems like those of benchmarks.planner_gap; the first
+# rules contribute most.
 _RULES = (
     Rule(backward_first=False, weight_patience=1.0, spare_share=0.5, mirrored=True),
     Rule(patience=0.5, weight_patience=0.5, spare_share=0.5),
@@ -24,7 +24,7 @@ _RULES = (
     Rule(backward_first=False, weight_patience=0.75, mirrored=True),
 )
 _EFFORT = 60_000  # visits of ops by rules and searches together: about 6 ms of processor time
-_SEARCH_SHARE = 1 / 2  # of the effort is left to the searches, unless the least rules use it up
+_SEARCH_SHARE = 1 / 2  # of the effort is left to searches, unless the first _LEAST_RULES use it up
 _RULE_EFFORT = 6  # visits that scheduling one op by a rule costs
 _FIXED_EFFORT = 25  # visits per op that the rest of planning costs
 _ROUNDS = ((3, 0.5), (1, 0.5))
@@ -89,7 +89,7 @@ def _search(
 
 
 class _Move(NamedTuple):
-    """Move `op` right behind `other` (or ahead of it); `length` is that of the path afterwards."""
+    """Move `op` right behind `other` (or ahead of it); `length` is the path's length afterwards."""
 
     length: int
     op: int
@@ -119,7 +119,7 @@ class Search:
         self._exhausted = False
 
     def run(self, effort: int) -> None:
-        """Continues for so many visits of ops; the search's own set-up counts as the first."""
+        """Continues for ``effort`` visits of ops, which include those of the search's set-up."""
         self._allowance += effort
         graph = self._graph
         while not self._is_over and graph.visits < self._allowance:
@@ -206,7 +206,7 @@ def _moves_ahead(graph: OrderGraph, workload: Workload, block: list[int]) -> Ite
 
 
 def _first_of_each_kind(ops: list[int], other: int, count: int) -> Iterator[int]:
-    """The first op of each kind but `other`'s, as ops of one kind must not pass each other."""
+    """The first op of each kind except `other`'s, as ops of one kind must not pass each other."""
     seen = {other // count}
     for op in ops:
         if op // count not in seen:

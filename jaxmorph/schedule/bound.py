@@ -74,7 +74,7 @@ class LoneTimes:
 
     @classmethod
     def of(cls, times: Sequence[StageTimes]) -> "LoneTimes":
-        """Down the virtual stages and up again."""
+        """From each virtual stage's times, through the pipeline and back."""
         steps = [stage.forward + stage.forward_latency for stage in times]
         head = list(accumulate(steps[:-1], initial=0.0))
         steps_up = (stage.backward_input + stage.backward_latency for stage in reversed(times[1:]))
@@ -137,8 +137,8 @@ def turn_bound(
 ) -> float:
     """The bound from a stage with room for ``cap`` microbatches until B, or until W; 0 if all fit.
 
-    A microbatch starts only when the one ``cap`` before it has left. So the last ones start after
-    all these turns, and then pass every later stage one after another, down and up.
+    A microbatch starts only when the one ``cap`` places before it has left. So the last ones start
+    after all these turns, and then pass every later stage one after another, down and up.
     """
     turns = (num_microbatches - 1) // cap
     if not turns:
@@ -174,9 +174,10 @@ def _round_trip(times: Sequence[StageTimes], alone: LoneTimes, stage: int) -> fl
 class WarmupBound:
     """Lower bounds of one problem for given warm-ups.
 
-    A stage runs its warm-up forwards before its first B and never has more of them waiting for
-    their B. So microbatches take turns in that many places. The bounds are in whole picoseconds and
-    compare exactly with makespans. The workload must not be mirrored; its memory is ignored.
+    A stage runs its warm-up forwards before its first B, and never has more forwards than these
+    waiting for their B. So microbatches take turns in that many places. The bounds are in whole
+    picoseconds and compare exactly with makespans. The workload must not be mirrored; its memory is
+    ignored.
     """
 
     def __init__(self, workload: Workload) -> None:

@@ -28,11 +28,11 @@ class IdleCause(StrEnum):
     DEPENDENCY = "dependency"
     """The next op's data is not made yet."""
     TRANSFER = "transfer"
-    """The data is made and its own transfer is under way."""
+    """The data is made and its transfer is in flight."""
     BLOCKING = "blocking"
     """The data is made, and a transfer of other data holds either end's queue."""
     COPIES = "copies"
-    """A stash is not back or has not made room, and no message is under way."""
+    """A stash is not back or has not made room, and no message is in flight."""
     DISPATCH = "dispatch"
     """Unexplained: in measured steps, the cost of starting ops."""
     COOL_DOWN = "cool-down"
@@ -89,12 +89,12 @@ class StepShares(NamedTuple):
 
     @property
     def waits(self) -> float:
-        """Dependency bubbles (paper, section 3.1): the next data is not made yet, or under way."""
+        """Dependency bubbles (paper, section 3.1): the next data is not made yet, or in flight."""
         return self.warm_up + self.dependency + self.transfer + self.cool_down + self.optimizer
 
 
 def idle_spans(timeline: Timeline, step_ms: float | None = None) -> list[Bubble]:
-    """The idle intervals of every stage, in order of time; with the ops they fill the step.
+    """The idle intervals, stage by stage, in order of time; with the ops they fill the step.
 
     Args:
         step_ms: From barrier to barrier, milliseconds; at least the makespan.
@@ -186,8 +186,8 @@ class _CopyWaits:
     def before(self, op: Op, stage: int, from_ms: float, start_ms: float) -> list[_Interval]:
         """The intervals before an op's start in which it may wait for copies.
 
-        A backward waits until its stash is back. F and a backward may wait for the place of a stash
-        that leaves; its offload then ends after the previous op (``from_ms``) and before this one.
+        A backward waits until its stash is back. F and a backward may wait for the place of a
+        leaving stash, whose offload ends after the previous op (``from_ms``) and before this one.
         """
         if op.kind is OpKind.W or not (self._offloads or self._back_ms):
             return []
@@ -227,7 +227,7 @@ def _cause_before(
     """The cause as a function of time, in the gap before an op."""
     made_ms, sending, receiving = need or _Need(0.0, None, None)
     holding = [span for span in running if span.holds_queue and span is not receiving]
-    # While this transfer holds the queue, only the other one of its pair does: it blocks nothing.
+    # While this transfer holds the queue, only the other one of its pair can too: nothing blocks.
     own = receiving if receiving and receiving.holds_queue else None
 
     def cause(at_ms: float) -> IdleCause:

@@ -69,8 +69,8 @@ class LinkDelay:
     """The time from the end of the producing op until its data arrives, for each direction.
 
     A message occupies its direction for its bytes divided by the bandwidth; the next message waits
-    until then. It arrives its occupancy plus its latency after it got the link. Without occupancy,
-    messages overlap. ``forward`` is from the lower to the upper stage.
+    until then. It arrives once its occupancy and its latency have passed since it got the link.
+    Without occupancy, messages overlap. ``forward`` is from the lower to the upper stage.
 
     Raises:
         ValueError: A latency or an occupancy is negative or not finite.
@@ -158,7 +158,7 @@ class StageMemory(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """The smallest room in which a step with split backwards can run: one microbatch's.
+        """The smallest room in which a step with split backwards can run: that of one microbatch.
 
         A whole backward needs ``after_forward`` only.
         """
@@ -174,9 +174,9 @@ class StageMemory(NamedTuple):
         return (self.room - self.needed) // self.after_forward + 1
 
     def slots(self, num_microbatches: int) -> Iterator[tuple[int, bool]]:
-        """The stage's limits as numbers of microbatches, and whether each counts until W (or B).
+        """The stage's limits as numbers of microbatches, and whether each counts until W (else B).
 
-        A number of at least ``num_microbatches`` is no limit and left out.
+        A limit of at least ``num_microbatches`` has no effect and is left out.
         """
         until_backward = self.most_forwards
         if until_backward is not None and 0 < until_backward < num_microbatches:
@@ -198,13 +198,13 @@ class StageMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What schedules must keep to: how much stash a stage holds at once, and the groups of its W.
+    """Limits of a schedule: how much stash a stage holds at once, and the groups of its W.
 
     Args:
         max_live: Most microbatches, one per stage.
         live_until: The op that frees a microbatch's stash: ``B`` (the paper's count) or ``W``.
         max_stash_bytes: Most bytes, one per stage, counted until W; needs ``stash_bytes``.
-        weight_group: One W computes so many microbatches.
+        weight_group: How many microbatches one W computes.
 
     Raises:
         ValueError: A cap or a group below 1, an unknown ``live_until``, both kinds of cap, or a cap
@@ -242,9 +242,9 @@ class Limits:
         return replace(self, stash_bytes=sizes, weight_group=1)
 
     def of_single_weights(self, num_stages: int, num_microbatches: int) -> "Limits":
-        """Limits for schedules of one W a microbatch that keep these once their W are in groups.
+        """Limits for a schedule of one W per microbatch that keeps these once its W are grouped.
 
-        In a group, all stashes but the last wait longer for their W, so they need room besides.
+        In a group, all stashes except the last wait longer for their W, so they need extra room.
         Every stage must have room for a group.
         """
         waiting = min(self.weight_group, num_microbatches) - 1
@@ -293,7 +293,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class CopyCosts:
-    """How long one stash takes to host memory and back on each stage, in milliseconds.
+    """How long the copy of one stash to host memory and back takes on each stage, in milliseconds.
 
     With several chunks, each chunk has a stash of its own. Copies of one direction share its
     bandwidth, so they run one after another; the two directions and the ops overlap.

@@ -3,10 +3,10 @@
 The CSV is torch.distributed.pipelining's: a row per rank, a column per turn. A cell such as ``5F2``
 is stage 5, action F, microbatch 2; an empty cell is idle. The actions are F, I (gradient of the
 input, our B), W, and B for a full backward (our BW). Older files have no I and write B for the
-gradient of the input beside W. ``(5F2;0B1)OVERLAP_F_B`` is both, side by side for torch, one after
-the other for us. Its stages are our virtual stages. Compute-only files have these
-actions alone, and are what is written; others also have messages, and what is done to a stage's
-parameters, which are left out: both follow from the order of ops.
+gradient of the input beside W. ``(5F2;0B1)OVERLAP_F_B`` is two actions: torch runs them side by
+side, we run one after the other. Torch's stages are our virtual stages. We write compute-only
+files, which have only these actions. Other files also have messages and actions on a stage's
+parameters; we skip both when reading, because they follow from the order of ops.
 """
 
 import csv
@@ -128,7 +128,7 @@ def parse_torch_csv(text: str, name: str) -> Schedule:
 
     Raises:
         ValueError: An unknown action, or a stage on another rank than expected.
-        csv.Error: No CSV, or a cell of over 128 KiB, as an unclosed quote makes one.
+        csv.Error: Not a CSV, or a cell of over 128 KiB, as an unclosed quote makes.
     """
     lines = list(csv.reader(io.StringIO(text)))
     while lines and not any(cell.strip() for cell in lines[-1]):
@@ -218,7 +218,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
 def _first_misplaced(
     rows: Sequence[Sequence[_Cell]], placement: Placement
 ) -> tuple[int, int] | None:
-    """The first rank, and its lowest stage, that a placement has on another rank."""
+    """The first rank with stages that a placement has on another rank, and the lowest of these."""
     for rank, row in enumerate(rows):
         for stage in sorted({cell.stage for cell in row}):
             if placement.place(stage).rank != rank:

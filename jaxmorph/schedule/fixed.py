@@ -114,23 +114,23 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Zero-bubble V: no bubble inside a rank if ops are equal, with the memory of 1F1B.
 
     Each rank runs two virtual stages of half the size, placed in a V. It holds at most 2 S of their
-    stashes, until B and until W: as much as S of a whole stage. Rank r runs 2(S - r) - 1 forwards
-    of chunk 0, then r of each chunk in turn, then F, B, W of chunk 1 until chunk 0 has its first
-    gradient. From there on, F, B, W of the chunks take turns. Once forwards and the B that follow
-    them run out, W that were put off fill the time until the next B.
+    stashes, counted until B or until W: as much as S stashes of a whole stage. Rank r runs
+    2(S - r) - 1 forwards of chunk 0, then r of each chunk in turn, then F, B, W of chunk 1 until
+    chunk 0 has its first gradient. From there on, F, B, W of the chunks take turns. Once forwards
+    and the B that follow them run out, postponed W fill the time until the next B.
 
-    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", whose V-ZB it is; first in
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (V-ZB); first described in
     section 6 of "Zero Bubble Pipeline Parallelism".
     """
-    most = max(num_microbatches, 2 * num_stages - 1)  # fewer: the same without the last ones
+    most = max(num_microbatches, 2 * num_stages - 1)  # fewer: the same order, without the last ones
     return _v_schedule("zb-v", num_stages, num_microbatches, partial(_zb_v_turns, most))
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """DualPipe-V, in its order, where a forward and a backward run one after the other.
+    """DualPipe-V's order of ops, where a forward and a backward run one after the other.
 
     It is made for accelerators that run a forward of one chunk and a backward of the other side by
-    side, so that the messages of one hide behind the other. Nothing overlaps here: with equal ops a
+    side, so that each hides the messages of the other. Nothing overlaps here: with equal ops a
     step is as long as that of ``zb-v``, and a rank holds one stash more, 2 S + 1.
 
     Source: DeepSeek-AI, "DualPipe", 2025: the half of it that needs no copy of the parameters.
@@ -194,7 +194,7 @@ def _split_row(warmup: int, weight_delay: int, num_microbatches: int) -> Iterato
 
 
 _Turn = tuple[OpKind, int]
-"""The kind and the chunk of an op, which is that of the next microbatch."""
+"""An op's kind and chunk; each such op runs the next microbatch."""
 
 
 def _v_schedule(
@@ -203,7 +203,7 @@ def _v_schedule(
     num_microbatches: int,
     turns: Callable[[int, int], Iterable[_Turn]],
 ) -> Schedule:
-    """The schedule whose ranks take turns; ``turns`` takes the number of ranks and a rank."""
+    """The schedule in which each rank runs ``turns(num_stages, rank)`` in order."""
 
     def row(rank: int) -> Iterator[Op]:
         seen = Counter[_Turn]()
@@ -239,7 +239,7 @@ def _dualpipe_v_turns(num_microbatches: int, num_stages: int, rank: int) -> list
     """For at least 2 S microbatches."""
     later, own = num_stages - rank - 1, rank + 1
     (forward, *backward), (second_forward, *second_backward) = _FIRST, _SECOND
-    # Of the last backwards after all forwards, half put off their W, to fill the waits for others.
+    # Half of the backwards after all forwards postpone their W, which fill waits for other ranks.
     last = [second_backward, backward] * own
     put_off = deque([*(weight for _, weight in last[own:]), *[backward[1]] * later])
     return [

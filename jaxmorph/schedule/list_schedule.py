@@ -35,7 +35,7 @@ class Workload:
     Args:
         forward_latency: From each stage to the next; 0 for the last.
         backward_latency: From each stage to the previous; 0 for the first.
-        after_forward: As in ``costs.StageMemory``, and so are the next two.
+        after_forward: As in ``costs.StageMemory``, like ``after_backward`` and ``room``.
         mirrored: Whether time runs backwards: forwards are then the real B, and W precedes them.
     """
 
@@ -89,11 +89,12 @@ def to_picoseconds(milliseconds: float) -> int:
 class Rule:
     """How an idle stage chooses its next op.
 
-    It runs the favoured of F and B if that is ready, else the other one, else W. Instead of one of
-    the latter two it waits, if something better arrives soon and the stage can spare the time.
+    It runs the favoured of F and B if that is ready, else the other one, else W. But it waits
+    instead of running a less favoured op if a better one is ready soon and the stage can spare the
+    time.
 
     Args:
-        backward_first: Whether B is favoured, as in Algorithm 3, or F.
+        backward_first: Whether B is favoured, as in Algorithm 3; else F is.
         patience: The longest wait for the favoured op, as a share of the other one's duration.
         weight_patience: The longest wait for F or B, as a share of W's duration.
         spare_share: The longest wait as a share of a stage's spare time per microbatch (the stage
@@ -114,7 +115,7 @@ PAPER = Rule()
 
 @dataclass(frozen=True)
 class ListSchedule:
-    """The ops by number (see ``to_schedule``), each after its dependencies; picoseconds."""
+    """The ops by number (see ``to_schedule``), in dependency order; makespan in picoseconds."""
 
     numbers: list[int]
     makespan: int
@@ -150,7 +151,7 @@ def list_schedule(
     """The schedule that a rule makes; None if its stages end up waiting for each other.
 
     Args:
-        warmup_forwards: The least forwards of each stage before any backward, within what it and
+        warmup_forwards: The least forwards of each stage before any backward, at most what it and
             all earlier stages can hold. Only for rules that aren't mirrored.
         keep_warmup: Whether a stage never has more forwards than these waiting for their backward.
         spare: How long each stage can idle per microbatch, picoseconds; rules with a
@@ -257,7 +258,7 @@ def _run(  # noqa: C901 (a flat loop over local names: it runs once for every op
             if soon - now < weight_patience and not weight_is_due:
                 continue
             # The stage has idled since `free` in the hope of an F or B. W was ready all that time,
-            # so it counts as begun then.
+            # so it counts as started at `free`.
             free[stage] = end = max(now, free[stage] + weight[stage])
             weights[stage] = num_weights + 1
             held[stage] = holds + weight_change[stage]

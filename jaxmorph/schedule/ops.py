@@ -22,7 +22,7 @@ class OpKind(StrEnum):
     W = "W"
     BW = "BW"
 
-    __hash__ = str.__hash__  # an enumeration's own runs in Python, and ops are looked up often
+    __hash__ = str.__hash__  # Enum.__hash__ runs in Python, and ops are looked up often
 
 
 _OP_TEXT = re.compile(r"(?:(\d+)\.)?(BW|F|B|W)(\d+)(?:-(\d+))?", re.ASCII)
@@ -43,7 +43,7 @@ class Op(NamedTuple):
 
     @property
     def microbatches(self) -> range:
-        """All of them: those of a W's group."""
+        """The op's microbatches: one, or all of a W's group."""
         return range(self.microbatch, self.microbatch + self.group)
 
     @property

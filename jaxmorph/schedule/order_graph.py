@@ -9,7 +9,7 @@ _NONE = -1
 
 
 class OrderGraph:
-    """A schedule as a graph: an op follows the previous one on its stage, and its data.
+    """A schedule as a graph: an op follows the previous op on its stage, and the maker of its data.
 
     Ops are numbers (see ``list_schedule.to_schedule``). Only F and B need data of another stage;
     the row's order keeps all dependencies within a stage. Lists are indexed by op.
@@ -35,7 +35,7 @@ class OrderGraph:
         self._per_stage = 3 * count
         self.duration = _each_op(count, *durations)
         self.change = _each_op(count, *held_changes(workload))
-        # The op of another stage whose data an op needs, and the one that needs its data.
+        # For each op: the op of another stage whose data it needs, and the op that needs its data.
         self._source, self._source_lag = _sources(workload)
         self._user, self._user_lag = _users(self._source, self._source_lag)
         total = len(numbers)
@@ -91,8 +91,8 @@ class OrderGraph:
     def longest_through(self, sequence: Sequence[int], previous: int, following: int) -> int:
         """The longest path through ``sequence`` if it ran between two ops of its stage (or -1).
 
-        It takes the times of other stages as they are now. So it is an estimate if one of the ops
-        depends on another one through other stages.
+        It uses the current times of other stages, so it is an estimate if one of the ops depends
+        on another one through other stages.
         """
         head, tail, duration = self.head, self.tail, self.duration
         source, source_lag, user, user_lag = (

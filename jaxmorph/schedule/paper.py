@@ -202,7 +202,7 @@ class _Trials:
         self.best = _schedule(workload, start, self._bound.of(start))
 
     def improve(self, warmup: tuple[int, ...]) -> bool:
-        """Whether other warm-ups are better; skips those whose bound shows that they cannot be."""
+        """Tries warm-ups unless their bound rules them out; returns whether they are the best."""
         self.tried.add(warmup)
         bound = self._bound.of(warmup)
         if bound >= self.best.makespan:
@@ -215,7 +215,7 @@ class _Trials:
 
 
 def _starts(reachable: Sequence[int], slackness: int) -> list[tuple[int, ...]]:
-    """The fewest warm-ups with a smallest slackness, the evenly spread ones, and the most."""
+    """The fewest warm-ups with a given slackness, the evenly spread ones, and the most."""
     last = len(reachable) - 1
     if last == 0:
         return [(reachable[0],)]
@@ -239,9 +239,9 @@ def _neighbours(
 
 
 def _all(reachable: Sequence[int], slackness: int) -> Iterator[tuple[int, ...]]:
-    """All warm-ups with a smallest slackness; those with few on the last stages come first."""
+    """All warm-ups with at least some slackness; those with few on the last stages come first."""
     *above, here = reachable
-    # As many as leave room for all stages above, so that no search ends in nothing.
+    # At most what leaves room for all stages above, so that every branch yields warm-ups.
     apart = enumerate(reversed(above), start=1)
     here = min([here, *(most - slackness * links for links, most in apart)])
     for forwards in range(1, here + 1):

@@ -22,8 +22,8 @@ def cut_layers(
         layers: The number of layers of each virtual stage, or "even". With "even" the middle stages
             get the remainder, because the first stage also embeds and the last also has the head.
             "auto" means "even" here, where no costs are known.
-        num_chunks: The number of virtual stages of each stage. The planner takes chunks to be
-            equally long, so with several of them "even" allows no remainder.
+        num_chunks: The number of virtual stages of each stage. The planner assumes
+            equally long chunks, so with several of them "even" allows no remainder.
 
     Raises:
         UserError: More stages than layers, counts that do not add up, or a remainder with chunks.
@@ -69,7 +69,7 @@ def partition(
     last_extra_ms: float,
     num_stages: int,
 ) -> tuple[int, ...]:
-    """The number of layers of each stage, at least 1, with the fastest slowest stage; exact.
+    """The number of layers per stage, at least 1, whose slowest stage is fastest; exact.
 
     Among equal cuts it takes the one whose stages' times differ least (the least sum of squares),
     then the one nearest to the even cut, then the one with fewer layers on earlier stages, which
@@ -112,7 +112,7 @@ def stage_times_ms(
     first_extra_ms: float,
     last_extra_ms: float,
 ) -> tuple[float, ...]:
-    """The time of each stage with so many layers each, milliseconds."""
+    """The time of each stage, given its number of layers, in milliseconds."""
     bounds = pairwise(accumulate(layers, initial=0))
     times_ms = [sum(layer_costs_ms[start:end]) for start, end in bounds]
     times_ms[0] += first_extra_ms

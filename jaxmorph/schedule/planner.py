@@ -37,7 +37,7 @@ class Offloading:
     Args:
         memory: What a microbatch holds on each stage, and the room on its device.
         spare: Places on the device kept free for stashes that are being copied.
-        ahead: A stash begins to come back at most so many ops before the op that reads it.
+        ahead: A stash's fetch starts at most this many ops before the op that reads it.
         early: Whether to prefer the stashes made first, among equally good choices.
     """
 
@@ -87,7 +87,7 @@ def plan(
             delays of any one link (Algorithm 1).
         warmup_forwards: Warm-up forwards of each stage in place of Algorithm 2's. With them,
             ``adaptive`` is the same as ``paper``.
-        num_chunks: Virtual stages per rank, for ``interleaved``; others have their own number.
+        num_chunks: Virtual stages per rank, for ``interleaved``; other schedules fix the number.
 
     Raises:
         UserError: An unknown name, a cap that the schedule cannot keep, or impossible warm-ups.
@@ -153,7 +153,7 @@ def _order(
 ) -> tuple[Schedule, str]:
     """The schedule called ``name``, and the reason for its order.
 
-    It is planned with one W a microbatch, and these are put together afterwards.
+    It is planned with one W per microbatch; the W are grouped afterwards.
     """
     group = problem.limits.weight_group
     single = problem.of_single_weights
@@ -223,8 +223,8 @@ def alternatives(
 ) -> list[Schedule]:
     """``paper``, ``initial``, ``zb-h1``, ``zb-h2`` and blocks, named adaptive, within the caps.
 
-    The adaptive planner assumes that messages overlap and block no queue, and one W a microbatch.
-    Otherwise one of these may simulate shorter.
+    The adaptive planner assumes one W per microbatch, and messages that overlap and block no queue.
+    Where that does not hold, one of these may simulate a shorter step.
     """
     problem = _Problem(costs, links, limits, num_microbatches)
     made = [_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES]
@@ -289,7 +289,7 @@ def require_feasible(limits: Limits, num_stages: int, num_microbatches: int) -> 
     """Checks that every stage has room for one microbatch, or one group, so that a schedule fits.
 
     Raises:
-        UserError: The first stage without that room, and how much is short.
+        UserError: The first stage without that room, and how much it lacks.
     """
     group = min(limits.weight_group, num_microbatches)
     for stage, memory in enumerate(limits.stage_memory(num_stages, num_microbatches)):

@@ -117,7 +117,7 @@ def _problem(fields: Mapping[str, Any], orders: Schedule | None) -> Problem:
 
 
 def default_chunks(schedule: str) -> int:
-    """The number of chunks of a schedule for which none is given."""
+    """The number of chunks of a schedule if none is given."""
     return placement_of(schedule, 1, _CHUNKS_OF_INTERLEAVED).num_chunks
 
 
@@ -224,7 +224,7 @@ def _order(field: str, row: object) -> tuple[Op, ...]:
 
 @dataclass(frozen=True)
 class _Links:
-    """The links to simulate and to plan for; the default of the latter has a margin for jitter."""
+    """The links to simulate and to plan for; by default, the latter add a margin for jitter."""
 
     simulated: Links
     planned: Links
@@ -310,7 +310,7 @@ def _require_no_bytes(fields: Mapping[str, Any]) -> None:
         raise UserError(f"{missing[0]}: missing, expected bytes, since {given[0]} is given")
 
 
-# Readers of single values. Each raises a UserError that names the field, got and expected.
+# Readers of single values. Each raises a UserError with the field, the value and what is expected.
 
 
 def listed(field: str, value: object, length: int, per: str) -> Sequence[Any]:
@@ -362,7 +362,7 @@ def text(field: str, value: object) -> str:
 
 
 def one_of(field: str, value: object, choices: Sequence[str]) -> str:
-    """One of some words."""
+    """One of ``choices``."""
     if isinstance(value, str) and value in choices:
         return value
     *most, last = map(repr, choices)

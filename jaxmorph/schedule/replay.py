@@ -1,8 +1,8 @@
 """Replays all stages' op orders against the data dependencies of a pipeline.
 
-F of a microbatch needs the previous stage's F, B (or BW) the next stage's; the last stage's B
-needs its own F. W needs only its own stage's B, which the row rules already put before it; for a
-group of microbatches it takes as many times as long.
+F of a microbatch needs the previous stage's F, and B (or BW) needs the next stage's B; the last
+stage's B needs its own F. W needs only its own stage's B, which the row rules already put before
+it. W of a group of n microbatches takes n times as long.
 
 With several chunks a rank runs several virtual stages, each of which has its own neighbours.
 
@@ -64,7 +64,7 @@ class OutgoingDelays(NamedTuple):
 def outgoing(links: Links, placement: Placement) -> list[OutgoingDelays]:
     """The delays of what each virtual stage sends, in the order of the pipeline.
 
-    The ends of the pipeline have none, and neither have messages within a rank.
+    There is no delay at the ends of the pipeline, nor within a rank.
 
     Raises:
         ValueError: A link names a stage that does not exist.
@@ -259,7 +259,7 @@ def _run_stage(
 def _run_until_idle(stages: list[Iterator[None]], ends: list[list[float]]) -> None:
     """Resumes stages until none can move; a stage that moved wakes its neighbours in the ring.
 
-    No placement sends further than to them.
+    No placement sends further than to a neighbour.
     """
     awake = deque(range(len(stages)))
     queued = [True] * len(stages)

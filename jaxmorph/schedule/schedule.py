@@ -56,7 +56,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of rows: of ranks, where a rank runs several virtual stages."""
+        """Number of rows: stages, or ranks if each rank runs several virtual stages."""
         return len(self.orders)
 
     @cached_property
@@ -89,9 +89,9 @@ class Schedule:
         return tuple(peak_live(order, live_until) for order in self.orders)
 
     def with_weight_groups(self, size: int) -> "Schedule":
-        """The schedule with one W for ``size`` microbatches of a chunk, in place of the last's.
+        """The schedule with one W per ``size`` microbatches of a chunk, where the last one's W was.
 
-        The last group is smaller if the number of microbatches is no multiple of that.
+        The last group is smaller if the number of microbatches is not a multiple of ``size``.
         """
         if size == 1:
             return self
@@ -186,7 +186,7 @@ class Schedule:
     def to_json(self) -> dict[str, Any]:
         """A JSON object of ``name``, ``num_microbatches`` and ``orders``, with ops as text.
 
-        It has ``placement`` too, unless that is ``wrap``.
+        It includes ``placement`` unless that is ``wrap``.
         """
         orders = [[str(op) for op in order] for order in self.orders]
         placement = {} if self.placement_kind == "wrap" else {"placement": self.placement_kind}
@@ -229,7 +229,7 @@ def row_fault(order: Sequence[Op], num_microbatches: int, num_chunks: int = 1) -
 
     - Every microbatch of every chunk has one F, and either one B and one W or one BW.
     - A microbatch runs F of chunks 0, 1, ..., then B (or BW) of the chunks in reverse; W follows
-      its chunk's B of all its microbatches.
+      B of all its microbatches on its chunk.
     - Ops of one kind and chunk run in microbatch order.
     - A row splits all of its backwards or none.
     """

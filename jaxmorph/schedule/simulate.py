@@ -43,7 +43,7 @@ def simulate(
     from the end, as data does not exist earlier.
 
     Args:
-        costs: An op of one of V chunks takes 1/V of these.
+        costs: With V chunks, an op takes 1/V of these.
         links: With several chunks, link 0-(S-1) counts too.
         time_step_ms: Step of a discrete clock, milliseconds; None for exact time.
 
@@ -135,8 +135,8 @@ def jittered_makespans_ms(
 
     Args:
         links: Latencies are c; occupancies do not jitter.
-        jitter_ms: sigma of each link between neighbours, for both directions, milliseconds. Link
-            0-(S-1) of chunks does not jitter, unless it is one of these (on two stages).
+        jitter_ms: sigma of each link between neighbours, for both directions, milliseconds. The
+            wrap-around link 0-(S-1) of chunks jitters only on two stages, where it is one of these.
 
     Returns:
         Float64 ``[samples]``, milliseconds; without jitter, the result of ``simulate``.
@@ -173,7 +173,7 @@ class _Messages:
     """Messages from one virtual stage to the next, in microbatch order, in all samples.
 
     Args:
-        delays: Each message's delay, milliseconds, ``[samples]`` or the same in all.
+        delays: Each message's delay, milliseconds: ``[samples]``, or one number for all.
         free_at: Float64 ``[samples]``: when the link direction is free; shared by all its senders.
     """
 
@@ -207,7 +207,7 @@ def _run(
 
 
 def _in_dependency_order(schedule: Schedule) -> list[tuple[int, Op]]:
-    """All ops with their stages, each after all that it depends on."""
+    """All ops with their stages, each after its dependencies."""
     ran = replay(schedule.orders, schedule.num_microbatches, schedule.placement)
     schedule.require_complete(ran.ends)
     started = [

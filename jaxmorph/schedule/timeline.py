@@ -40,7 +40,7 @@ class TransferSpan(NamedTuple):
 
 
 class CopySpan(NamedTuple):
-    """One copy of a stash: ``offload`` to host memory or ``fetch`` back; times as those of ops."""
+    """One copy of a stash: ``offload`` to host memory or ``fetch`` back; times as in ``Span``."""
 
     stage: int
     kind: str

@@ -11,8 +11,8 @@ they would be rounded, and as raw bits they could be a NaN, which a device may c
 gradient. `model_checks` refuses what can't be packed.
 
 Steps may have a few lengths. All messages have the longest's shape, so routes, slots and plans
-don't depend on the length: activations of shorter steps are sent with zeros behind. Of a stage of
-several devices, each sends another part (`Boundary`).
+don't depend on the length: activations of shorter steps are padded with zeros. If a stage has
+several devices, each sends a different part (`Boundary`).
 """
 
 import math
@@ -118,7 +118,7 @@ def boundary_of(
     """Returns the activations between stages of so many devices.
 
     Raises:
-      UserError: as `sent_activations`; or what devices compute is no part of the whole.
+      UserError: as `sent_activations`; or what a device computes is not a part of the whole.
     """
     sent, inputs = sent_activations(model, shapes), shapes.lengths[length_index].inputs
     alone = with_one_activation(model, inputs)[1]
@@ -255,5 +255,5 @@ class _Layout:
 
 
 def _wide(dtype: Any) -> Any:
-    """Types of 8 bits convert without loss to bfloat16, but to no common one of their own."""
+    """Types of 8 bits convert without loss to bfloat16, but have no common type of their own."""
     return jnp.bfloat16 if dtype.itemsize == 1 else dtype

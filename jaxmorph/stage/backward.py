@@ -61,7 +61,7 @@ class SplitBackward:
       reads_key: whether the function reads its key; else no part takes one.
       differs_without_key: whether it computes something else where `key` is None.
       extras: the extras' leaves that the function reads, by number; no part takes the others.
-      shared: those of them that the stash begins with.
+      shared: the extras' leaves that the stash begins with, by number.
     """
 
     prepare: FlatTrace
@@ -111,12 +111,12 @@ def split_backward(
 
     Args:
       function: pure; takes params, the inputs and the data, returns an array or a tree of arrays.
-        A key, of a function that names `key` and reads it, is a further input, in raw form.
+        If it names `key` and reads it, the key is a further input, in raw form.
       params: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`.
       *inputs: arrays or `jax.ShapeDtypeStruct`; integer inputs have no gradient.
       data: further inputs, without gradients: trees of arrays, whose leaves the parts take.
       extras: what a function that names `extras` is passed, also without gradients.
-      recompute: whether to keep the inputs alone, and compute the rest again.
+      recompute: whether to keep only the inputs, and compute the rest again.
     """
     flat = _Flat.of(function, len(inputs), data, extras or {})
     joint = _trace_joint(flat, params, inputs, recompute=recompute)
@@ -194,7 +194,7 @@ class _Flat:
 
 
 def _asks_for_key(flat: _Flat, params: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a function that reads no numbers of its key asks whether it has one."""
+    """Whether a function that reads no numbers from its key still depends on having one."""
     *leaves, key = flat.leaves
     arguments = (params, *inputs, *leaves)
 
@@ -204,7 +204,7 @@ def _asks_for_key(flat: _Flat, params: Any, inputs: Sequence[Any]) -> bool:
         own = trace.inputs[: len(trace.inputs) - len(key)]
         part = trace.part(own, trace.outputs, effects)
         jaxpr = jax.make_jaxpr(part)(*jax.tree.leaves(arguments))
-        # A text names variables in order, but functions by their addresses.
+        # The text names variables in order, but functions by their addresses.
         return re.sub("0x[0-9a-f]+", "", str(jaxpr)), [_bits(each) for each in jaxpr.consts]
 
     without = replace(flat, function=partial(flat.function, key=None), takes_key=False)
@@ -264,7 +264,7 @@ def _trace_joint(flat: _Flat, params: Any, inputs: Sequence[Any], *, recompute: 
 def _run_once(
     joint: FlatTrace, flat: _Flat, arguments: Sequence[Any]
 ) -> tuple[FlatTrace, tuple[JaxprEqn, ...]]:
-    """Leaves effects, such as a print, to the forward alone: its equations come first."""
+    """Keeps effects, such as a print, only in the forward, whose equations come first."""
     effects = [eqn for eqn in joint.equations if does_more(eqn)]
     if not effects:
         return joint, ()
@@ -358,7 +358,7 @@ def _cut_after_forward(joint: JointTrace, origin: dict[Var, Origin]) -> list[Var
     """Returns the stash: the fewest bytes of the forward from which the backward can continue.
 
     What F computes for the output stays in F, but the backward may repeat cheap equations. What
-    only the backward uses, and what needs no output gradient, may run on either side.
+    only the backward uses and needs no output gradient may run on either side.
     """
     of_output = set(map(id, joint.needed(joint.outputs)))
     graph, known = ValueGraph(), set(joint.inputs)
@@ -396,7 +396,7 @@ def _cut_before_weights(
 ) -> list[Var]:
     """Returns the weight stash: the fewest bytes of F and B from which W can continue.
 
-    B runs what the input's gradient needs; W may repeat its cheap equations that depend on no
+    B runs what the input's gradient needs; W may repeat B's cheap equations that depend on no
     output gradient. Equations that only W needs run in W, except light ones that leave less to keep
     when they run in B: the gradient of a norm's scale is one row, its operands are whole arrays.
     """

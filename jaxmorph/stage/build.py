@@ -52,8 +52,8 @@ class StagePrograms:
     Attributes:
       functions: what the programs compute, before compilation.
       specs: how the parameters are split over the devices.
-      compiled: the programs by name: "prepare", "zero", the kinds of op requested, and of a
-        stage that `evaluates_apart` "evaluate".
+      compiled: the programs by name: "prepare", "zero", the kinds of op requested, and
+        "evaluate" for a stage that `evaluates_apart`.
       weight_sources: position of each weight in (*leaves of params, *prepared).
       passed_on: positions in the stash of the arrays that W needs too.
     """
@@ -187,7 +187,7 @@ def build_stage(
       stash: "full" keeps what the backward needs; "recompute" keeps only each layer's input, and B
         computes the layer again.
       kinds: which of `OP_KINDS` to compile; calling another raises KeyError.
-      weight_group: of how many microbatches W adds the gradients.
+      weight_group: how many microbatches' gradients one W adds.
       stamp: called before each program is compiled, with a text that a stalled process shows.
 
     Raises:
@@ -228,8 +228,8 @@ class _Program:
     """A function with the shapes and layouts to compile it for.
 
     Attributes:
-      argument_layouts: of each argument a tree that is a prefix of it, of `PartitionSpec` and
-        `_PER_DEVICE`; so are those of the result.
+      argument_layouts: for each argument, a prefix tree of `PartitionSpec` and `_PER_DEVICE`.
+      result_layouts: the same for the result.
     """
 
     function: Callable
@@ -310,14 +310,14 @@ def _compile(program: _Program, submesh: Mesh) -> Compiled:
 
 
 def _specs(layouts: Any, num_devices: int) -> Any:
-    """Layouts as the specs of arrays; a stack over devices has their own ones."""
+    """Layouts as specs of arrays; a stack over devices is split along its first axis."""
     own = PartitionSpec(TENSOR) if num_devices > 1 else WHOLE
     as_spec = lambda layout: own if layout is _PER_DEVICE else layout  # noqa: E731
     return jax.tree.map(as_spec, layouts)
 
 
 def _map_per_device(change: Callable[[Any], Any], layouts: Any, tree: Any) -> Any:
-    """The tree with each array changed that devices have of their own."""
+    """The tree with `change` applied to the arrays that each device makes for itself."""
 
     def below(layout: Any, tree: Any) -> Any:
         return jax.tree.map(change, tree) if layout is _PER_DEVICE else tree

@@ -28,9 +28,9 @@ def compiled(lowered: Lowered) -> Compiled:
 
 
 def in_background(work: Callable[[], Made], name: str) -> "Future[Made]":
-    """Begins work beside what else this process does, such as to compile.
+    """Starts work, such as a compilation, beside the process's other work.
 
-    In a daemon thread, not an executor: a process that ends must not wait for the compiler.
+    It uses a daemon thread, not an executor: a process that ends must not wait for the compiler.
     """
     made: Future[Made] = Future()
 

@@ -1,7 +1,7 @@
 """Which values of a traced function depend on its arguments, within its calls, loops and branches.
 
 `dependence` follows each argument through a jaxpr, JAX's record of a function. What depends on no
-argument is the same in every call: a key that a function makes by itself, or the zeros in place of
+argument is the same in every call: a key that a function makes itself, or the zeros in place of
 a gradient that nothing reaches.
 """
 
@@ -62,7 +62,7 @@ def _results(eqn: JaxprEqn, operands: list[bool], see: See, within: Within) -> l
 def _of_scan(eqn: JaxprEqn, operands: list[bool], see: See, within: Within) -> list[bool]:
     body = eqn.params["jaxpr"]
     jaxpr = getattr(body, "jaxpr", body)
-    # Rows have one axis more outside. (JAX 0.12 no longer has these two numbers as parameters.)
+    # Rows have one more axis outside. (JAX 0.12 no longer has these two numbers as parameters.)
     num_carry = _num_alike(eqn.outvars, jaxpr.outvars)
     num_consts = _num_alike(eqn.invars, jaxpr.invars) - num_carry
     consts, rest = operands[:num_consts], operands[num_consts:]

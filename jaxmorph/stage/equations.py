@@ -26,7 +26,7 @@ _CALLS = {
 
 @dataclass(frozen=True, eq=False)
 class FlatTrace:
-    """A traced function whose calls are inlined; a call runs it on arrays.
+    """A traced function whose calls are inlined; calling it runs it on arrays.
 
     Attributes:
       inputs: one variable per leaf of the arguments.
@@ -53,7 +53,7 @@ class FlatTrace:
         """Returns the fewest equations that lead from `known` to `outputs`.
 
         Args:
-          effects: equations that run too, for what they do.
+          effects: equations that also run, for their effects.
 
         Raises:
           ValueError: an output depends on an input of the trace that is not in `known`.

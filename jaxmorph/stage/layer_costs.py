@@ -42,7 +42,7 @@ Ops = Generator[Any, None, Sums]
 class LayerCosts:
     """The times of one microbatch's ops, F, B and W or F and BW, in milliseconds.
 
-    Those of the head have the loss.
+    Those of the head include the loss.
     """
 
     embed_ms: tuple[float, ...]
@@ -132,7 +132,7 @@ def _part_ms(
     extras: Mapping[str, Tree] | None = None,
     is_split: bool,
 ) -> tuple[float, ...]:
-    """The times of the embedding or the head by itself."""
+    """The times of the embedding or the head alone."""
     split = split_backward(function, params, *inputs, data=data, extras=extras)
     all_extras = jax.tree.leaves(extras)
     inputs = (*inputs, *jax.tree.leaves(data), *(all_extras[at] for at in split.extras))

@@ -36,7 +36,7 @@ def make_data_mesh(ranks: Sequence[int], tensor: int = 1) -> Mesh:
 
 
 def _devices_of(ranks: Sequence[int], tensor: int) -> np.ndarray:
-    """The first devices of processes, [rank, tensor]; of a lone process one after another."""
+    """The first devices of processes, [rank, tensor]; a lone process's devices in order."""
     devices = _devices(tensor)
     if len(devices) < (max(ranks) + 1) * tensor:
         raise UserError(

@@ -1,8 +1,8 @@
 """What a model must and may provide to be pipelined.
 
 A model is an embedding, layers of one structure, and a head: pure functions of their parameters.
-One whose signature names `key` is also passed a key of `jax.random`, for dropout and the like, and
-one that names `extras` what the data has beside inputs and targets:
+A function whose signature names `key` is also passed a key of `jax.random`, for dropout and the
+like. One that names `extras` is passed what the data has beside inputs and targets:
 
     embed(params, inputs, *, key)
     layer(params, x, *, key, extras)
@@ -10,9 +10,9 @@ one that names `extras` what the data has beside inputs and targets:
 
 Each call of a step has a key of its own, which follows from the run's seed, the step, the
 microbatch and the layer alone (`step_keys`). So it is the same under every schedule, route and cut
-into stages, after a failure or a resume, and where B computes a layer again. Where nothing may be
-random, in evaluations and samples, `key` is None. Only programs whose functions read their keys
-take the four numbers, as values, so that no step compiles anything.
+into stages, after a failure or a resume, and where B computes a layer again. In evaluations and
+samples nothing may be random, so `key` is None. Programs whose functions read their keys take the
+four numbers as values, so that no step compiles anything; other programs don't take them.
 
 Inputs and targets are arrays, or trees of them, such as dictionaries; extras are a dictionary of
 arrays, maybe nested, such as masks. Their arrays have any dtype, begin with the microbatch's size,
@@ -21,7 +21,7 @@ its functions read, from the data.
 
 A model with auxiliary losses, such as one that balances experts, has `aux_weights`, a dictionary of
 numbers by name, and its layers return (x, aux): aux has a scalar of each name. The step's loss then
-has weight times aux of every layer, as a mean over microbatches.
+also includes weight times aux of every layer, as a mean over microbatches.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class MicrobatchShapes:
     """One microbatch: trees of `jax.ShapeDtypeStruct`, or of arrays, [microbatch, ...].
 
     Attributes:
-      shorter: those of steps whose arrays are shorter, longest first.
+      shorter: the shapes of steps with shorter arrays, longest first.
     """
 
     inputs: Tree
@@ -71,13 +71,13 @@ class MicrobatchShapes:
 
     @classmethod
     def of_text(cls, microbatch_size: int, sequence_length: int) -> "MicrobatchShapes":
-        """Returns those of tokens: int32 [microbatch, sequence] as inputs and as targets."""
+        """Returns the shapes of tokens: int32 [microbatch, sequence] as inputs and as targets."""
         tokens = jax.ShapeDtypeStruct((microbatch_size, sequence_length), jnp.int32)
         return cls(tokens, tokens)
 
     @classmethod
     def of_step(cls, inputs: Tree, targets: Tree, extras: Mapping[str, Tree]) -> "MicrobatchShapes":
-        """Returns those of a step's arrays, [microbatches, microbatch, ...]."""
+        """Returns one microbatch's shapes from a step's arrays, [microbatches, microbatch, ...]."""
         return cls(
             *jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
@@ -156,7 +156,7 @@ def without_randomness(
     """Returns a model's function as evaluations and samples call it: with no key.
 
     Args:
-      extras: what it is passed if it takes any; None: an empty dictionary.
+      extras: what the function is passed if it takes extras; None: an empty dictionary.
     """
     if takes_extras(function):
         function = partial(function, extras=extras or {})
@@ -170,7 +170,7 @@ _OF_STEPS = 3  # initial parameters have the keys folded from 0, 1 and 2
 def key_numbers(seed: int, step: int, microbatch: int, first_layer: int) -> np.ndarray:
     """Returns what a stage's keys follow from, for `step_keys`: uint32 [4]."""
     numbers = (seed, step, microbatch, first_layer)
-    # The steps that are run only for their timings have negative numbers.
+    # Steps that are run only to be timed have negative numbers.
     return np.array([number & 0xFFFFFFFF for number in numbers], np.uint32)
 
 
@@ -182,7 +182,7 @@ def step_keys(numbers: jax.Array, num_layers: int) -> tuple[jax.Array, jax.Array
         key = jax.random.fold_in(key, number)
     embed_key, layers_key, head_key = (jax.random.fold_in(key, part) for part in range(3))
     layers = first_layer + jnp.arange(num_layers, dtype=first_layer.dtype)
-    # One by one: batched by `vmap`, some generators' keys depend on the layers' number.
+    # One by one: batched by `vmap`, some generators' keys depend on the number of layers.
     return embed_key, lax.map(partial(jax.random.fold_in, layers_key), layers), head_key
 
 
@@ -206,7 +206,7 @@ def device_choices(
     """Describes what a model uses on the default device; empty if it has no `on_device`.
 
     Args:
-      extras: the names of the data's; packed documents have "segments".
+      extras: the names of the data's extras; packed documents have "segments".
 
     Raises:
       UserError: the configuration names what the device doesn't have.
@@ -300,7 +300,7 @@ def last_activations(
 
     Args:
       params: a stage's, or the whole model's.
-      x: the inputs where the parameters have the embedding's, else activations.
+      x: the inputs if `params` includes the embedding, else activations.
     """
     layer, has_aux = without_randomness(model.layer, extras), bool(aux_weights_of(model))
     if "embed" in params:
@@ -314,13 +314,13 @@ def last_activations(
 
 
 def has_a_loss_each(targets: Tree) -> bool:
-    """Whether each target that is not negative has a loss: one array of integers."""
+    """Whether targets are one array of integers: each that is not negative has a loss."""
     dtype = getattr(targets, "dtype", None)  # of an array, or of its shape
     return dtype is not None and dtype.kind in "iu"
 
 
 def count_targets(targets: Tree) -> int:
-    """Returns how many losses count: of integers in one array those of 0 or more; else examples.
+    """Returns how many losses count: targets of 0 or more in one array of integers; else examples.
 
     Args:
       targets: a tree of arrays [microbatches, microbatch size, ...]; None: 0.

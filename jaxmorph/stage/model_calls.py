@@ -1,8 +1,8 @@
 """A model's function as a step calls it, traced, and what its equations and its gradient say.
 
-Random numbers must follow from an argument, else they are the same in every step. Of all effects
-only those of `jax.debug` can be kept, since programs run in the order of the schedule, may run
-again, and are kept on disk. Errors name the user's line.
+Random numbers must follow from an argument, else they are the same in every step. Only effects of
+`jax.debug` can be kept, since programs run in the order of the schedule, may run again, and are
+kept on disk. Errors name the user's line.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,8 +147,8 @@ _RANDOM = {
 def run_for_check(trace: FlatTrace, *leaves: Any) -> Any:
     """Runs a traced function once and returns its results on the host, in order.
 
-    It prints nothing, because a user would take that for a step's, and is compiled without XLA's
-    optimizations, which takes half the time on a CPU.
+    It prints nothing, because a user would take the output for a step's. It is compiled without
+    XLA's optimizations, which takes half the time on a CPU.
     """
     equations = tuple(map(without_effects, trace.equations))
     quiet = replace(trace, equations=equations).part(trace.inputs, trace.outputs)
@@ -157,7 +157,7 @@ def run_for_check(trace: FlatTrace, *leaves: Any) -> Any:
 
 
 def _kept_effects() -> Any:
-    """The effects of what works in every function: jax.debug.print, without an order."""
+    """The effects of jax.debug.print without an order, which works in every function."""
     return jax.make_jaxpr(lambda: jax.debug.print(""))().effects
 
 
@@ -168,7 +168,7 @@ def _line_of(eqn: JaxprEqn, within: Within) -> str:
         trace = each.source_info.traceback
         line = (trace and users_line(trace.as_python_traceback())) or line
         if each.primitive.name == "jit":
-            break  # JAX caches what is in it, so other lines may have made that
+            break  # JAX caches its body, which other lines may have made
     return line
 
 

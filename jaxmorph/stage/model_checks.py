@@ -1,12 +1,12 @@
-"""Whether a model keeps to what training assumes of it, found before the first step.
+"""Checks, before the first step, that a model is what training assumes.
 
-What would train wrongly in silence, or end in an error that doesn't say why, is refused in one
-line: the line of the user's code, the function, what was got and what was expected. All functions
-are traced over the shapes of one microbatch, so nothing is compiled, however large the model is;
-only the head runs, on one example.
+A model that would silently train wrongly, or end in an error that doesn't say why, is refused in
+one line: the line of the user's code, the function, what was got and what was expected. All
+functions are traced over the shapes of one microbatch, so nothing is compiled, however large the
+model is; only the head runs, on one example.
 
-It can't be seen here that a function reads random numbers of numpy, time or files: for JAX they are
-constants. Nor is it an error that no gradient reaches a parameter, which may be meant.
+The checks can't see that a function reads random numbers of numpy, time or files: for JAX they are
+constants. It is no error if no gradient reaches a parameter, because that may be intended.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ def check_attributes(model: Any) -> None:
     """Checks what a model has, without calling any of it.
 
     Raises:
-      UserError: a function or an attribute is missing, or is no such thing.
+      UserError: a function or an attribute is missing, or is of the wrong kind.
     """
     name = type(model).__name__
     if lacking := [each for each in _FUNCTIONS if not callable(getattr(model, each, None))]:
@@ -115,7 +115,7 @@ def _checked_params(model: PipelineModel, part: str) -> Params:
 
     def shapes() -> Any:
         with in_users_code(name, init):
-            # A function of its own each time: JAX caches by identity.
+            # A new function each time: JAX caches by identity.
             return jax.eval_shape(lambda key: init(key), jax.eval_shape(jax.random.key, 0))
 
     params = shapes()
@@ -237,7 +237,7 @@ def _check_sum(
     init: Callable[[jax.Array], Params],
     microbatch: MicrobatchShapes | None,
 ) -> None:
-    """Checks that an example that stands twice doubles the loss and its gradients."""
+    """Checks that repeating an example doubles the loss and its gradients."""
     random = np.random.default_rng(0)
     x = made_up(random, head.x[0])
     of_one = head.data[0], dict(head.extras)
@@ -259,7 +259,7 @@ def _check_sum(
 
     for given in (_shortened((x, *data)), (x, *data)):
         arguments = (np.uint32(0), *given)
-        with suppress(Exception):  # it may work for whole sequences alone, or one size of batch
+        with suppress(Exception):  # it may need whole sequences, or one size of batch
             trace = trace_flat(tried, *arguments)
             break
     else:
@@ -287,7 +287,7 @@ def _check_sum(
 
 
 def _off_double(once: Tree, twice: Tree) -> tuple[jax.Array, jax.Array]:
-    """How far a gradient is from twice the other, and the larger one's norm."""
+    """How far `twice` is from double `once`, and the larger one's norm."""
     pairs = list(zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True))
     floats = [[each.astype(jnp.float32) for each in pair] for pair in pairs if is_float(pair[0])]
 
@@ -299,7 +299,7 @@ def _off_double(once: Tree, twice: Tree) -> tuple[jax.Array, jax.Array]:
 
 
 def _example(microbatch: MicrobatchShapes) -> tuple[Tree, Tree]:
-    """One example's targets and extras, [1, ...]: where targets may be ignored, with the most."""
+    """One example's targets and extras, [1, ...]: if some targets are ignored, with the most."""
     targets, at = microbatch.targets, 0
     if isinstance(targets, np.ndarray) and targets.dtype.kind == "i":
         at = int((targets >= 0).reshape(len(targets), -1).sum(1).argmax())
@@ -316,7 +316,7 @@ def _shortened(example: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
     return jax.tree.map(lambda leaf: leaf[:, start : start + _SHORT], example)
 
 
-_SHORT = 8  # of a large vocabulary, whole sequences take minutes on a CPU
+_SHORT = 8  # with a large vocabulary, whole sequences take minutes on a CPU
 
 
 def _unreached(

@@ -1,7 +1,7 @@
 """How much of a model each device computes in a step, for TFLOP/s and MFU.
 
-Only products of matrices count: each once in the forward and twice in the backward, by its input
-and by its weights, whatever is computed again.
+Only products of matrices count: each once in the forward and twice in the backward, for the
+gradients of its input and of its weights. Recomputation does not count.
 """
 
 import math
@@ -21,7 +21,7 @@ from jaxmorph.stage.model import (
     without_randomness,
 )
 
-_PEAK_TFLOPS = (  # the first name that is part of the device's; parts of a family come first
+_PEAK_TFLOPS = (  # the first name found in the device's counts: longer names come first
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
     ("H100", 989.0),
@@ -39,7 +39,7 @@ def peak_tflops(device_kind: str) -> float | None:
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """What each device computes of the model in a step, if all compute as much.
+    """What each device computes of the model in a step, if all compute the same amount.
 
     Attributes:
       tflop: 10^12 floating-point operations.
@@ -91,9 +91,9 @@ def microbatch_flops(model: PipelineModel, microbatch: MicrobatchShapes) -> floa
 
 
 def product_flops(equations: Iterable[JaxprEqn]) -> float:
-    """Returns the FLOPs of all products of matrices, those in bodies of loops as often as they run.
+    """Returns the FLOPs of all products of matrices, those in loop bodies as often as they run.
 
-    Of branches the longest counts, and a loop whose length isn't known counts once.
+    Of branches, the costliest counts; a loop whose length isn't known counts once.
     """
     return sum(map(_flops_of, equations))
 

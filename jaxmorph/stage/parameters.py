@@ -66,7 +66,7 @@ def _init(
     params = {}
     if is_first:
         params["embed"] = model.init_embed(embed_key)
-    # Layer by layer: batched by `vmap`, keys and values could depend on the layers' number.
+    # Layer by layer: batched by `vmap`, keys and values could depend on the number of layers.
     layer_keys = jax.lax.map(partial(jax.random.fold_in, layers_key), layers)
     params["layers"] = jax.lax.map(model.init_layer, layer_keys)
     if is_last:
@@ -135,7 +135,7 @@ class ReadsWeights(PipelineModel, Protocol):
         the files are there and fit the model.
 
         Raises:
-          ValueError: they do not; says what was got and what was expected.
+          ValueError: the files don't; says what was got and what was expected.
         """
         ...
 

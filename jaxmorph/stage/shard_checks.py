@@ -1,8 +1,8 @@
-"""Whether a model computes the same with split parameters, found before the first step.
+"""Checks, before the first step, that a model computes the same with split parameters.
 
-A forgotten sum over devices would train wrongly in silence. So embedding, a layer and the head run
-on one example, whole and split, all on one device: `jax.vmap` takes the place of the others. The
-results and all gradients must agree.
+A model that forgets a sum over devices would silently train wrongly. So embedding, a layer and the
+head run on one example, whole and split, all on one device: `jax.vmap` takes the place of the other
+devices. The results and all gradients must agree.
 """
 
 import logging
@@ -66,10 +66,10 @@ def check_shards(model: PipelineModel, num_devices: int, shapes: MicrobatchShape
                     raise
                 _log.warning("%s with split parameters is not checked: %s", call.name, error)
                 continue
-        # What a jitted function returns comes in the order of names.
+        # A jitted function returns a dictionary sorted by name.
         for what, each in sorted(found.items(), key=_plainest_first):
             total = max(size for _, size in each)
-            # Each array is compared by itself, so that a large right one hides no small wrong one.
+            # Each array is compared alone, so that a large correct one hides no small wrong one.
             # Where an array's norm is below 1 % of the largest, its difference is rounding.
             if any(not off <= tolerance * max(size, _FLOOR * total) for off, size in each):
                 raise call.wrong(
@@ -101,7 +101,7 @@ _Off = list[tuple[Any, Any]]
 
 
 def _tried(compared: Callable[[], dict[str, _Off]]) -> tuple[dict[str, _Off], float]:
-    """What a comparison finds, without what isn't finite; and the tolerance for its numbers."""
+    """What a comparison finds, without arrays that aren't finite, and its tolerance."""
     trace, form = trace_flat(compared), jax.eval_shape(compared)
     made: list[Any] = [variable.aval for eqn in walk(trace.equations) for variable in eqn.outvars]
     widths = [each.dtype.itemsize for each in made if hasattr(each, "dtype") and is_float(each)]
@@ -132,7 +132,7 @@ def _compared(
     """How far result and gradients are off with split parameters, without a key and with one.
 
     Args:
-      along: how devices have parts of activations.
+      along: how activations are split over devices.
     """
     leaves, structure = jax.tree.flatten(call.x)
     is_random = takes_key(call.function)

@@ -141,7 +141,7 @@ def spread(specs: Specs, tree: Any) -> Any:
 
 
 def place_params(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> Params:
-    """Puts a stage's parameters on its devices, each a part of them.
+    """Puts a stage's parameters on its devices; each device gets its part.
 
     Args:
       params: arrays on the host.
@@ -158,7 +158,7 @@ def placements(params: Params, specs: Mapping[str, Specs], submesh: Mesh) -> Any
 
 
 def placed(array: Any, sharding: Sharding) -> jax.Array:
-    """Copies an array to its devices, each a part of it; they may donate it then."""
+    """Copies an array to its devices, which get their parts; the copy may be donated."""
     if len(sharding.device_set) == 1:
         return jax.device_put(jnp.array(array), sharding)
     return jax.make_array_from_callback(
@@ -189,7 +189,7 @@ def split_axes(spec: PartitionSpec) -> list[int]:
 
 
 def with_tensor_axis(num_devices: int, function: Callable[[], Result]) -> Result:
-    """Calls a function that traces others, in which the axis "tensor" has so many devices."""
+    """Calls a function that traces others with an axis "tensor" of `num_devices` devices."""
     # All that is traced inside `make_jaxpr` knows its axes; nothing else public binds one.
     if num_devices == 1:
         return function()

@@ -44,7 +44,7 @@ class StageFunctions:
     then the head's (last stage only).
 
     Attributes:
-      evaluate: what F computes but without randomness and auxiliary losses: (params, *batch,
+      evaluate: what F computes, without randomness and auxiliary losses: (params, *batch,
         all extras) -> output.
       takes_extras: whether a function on the stage names `extras`.
       num_aux: the number of auxiliary losses. F then returns a vector of their sums over the
@@ -198,8 +198,8 @@ class StageFunctions:
     ) -> Params:
         """Returns the accumulators with the gradients of some microbatches added in turn.
 
-        Of a layer's sums, all of these are added while they are at hand, so that large ones are
-        read and written once and not once a microbatch.
+        All microbatches' gradients of a layer are added to its sums at once, so that large sums are
+        read and written once, not once a microbatch.
         """
         embed_weights, layer_weights, head_weights = self._weights(weights)
         parts = map(self._weight_stash, weight_stashes)
@@ -347,7 +347,7 @@ def _evaluate(
 
 
 def _parted(arrays: Arrays, count: int) -> tuple[Arrays, Arrays]:
-    """The extras that a stash begins with, one for all layers; the arrays stacked over layers."""
+    """The extras that a stash begins with, shared by all layers; the arrays stacked over layers."""
     return arrays[:count], arrays[count:]
 
 
@@ -393,7 +393,7 @@ def total_bytes(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
 class TracedStage:
     """A stage's functions, and the shapes (`jax.ShapeDtypeStruct`) of what they take and return.
 
-    Of several devices, shapes are those of one device's parts.
+    With several devices, shapes are those of one device's parts.
 
     Attributes:
       specs: how `params` are split over devices.

@@ -2,7 +2,7 @@
 
 - The process that the user started: `start`, `job` (this process is a rank of a cluster's job),
   `supervisor` (starts ranks again), `ledger` (what failures cost), `record` (writes what rank 0
-  reports), `start_lines` (says what ranks do that start), `resume`, and `verification` (of a
+  reports), `start_lines` (says what starting ranks do), `resume`, and `verification` (of a
   checkpoint, by all ranks).
 - One rank: `train`, `run` (a run's parts), `loop` and `callbacks`; `run_parts`, `open_stage`,
   `first_plan`, `evaluation`, `run_checkpoints`, `step_recorder`.

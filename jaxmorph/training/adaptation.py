@@ -3,7 +3,7 @@
 Rank 0 gets all timings of step k at its end and evaluates them during step k + 1
 (`step_recorder.step_observed`, `control_loop`). Its decision goes to all ranks with the scalars
 that end step k + 1, and all ranks run the new plan from step k + 2 on. A morph compiles nothing: it
-brings other instructions and slots. A failed direct path begins a new epoch before its probe.
+brings other instructions and slots. A failed direct path is restored before it is probed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ from jaxmorph.training.starting_point import starting_point
 
 @dataclass(frozen=True)
 class Announced:
-    """Rank 0's announcement to a rank for after a step: a plan to swap to, or links to probe.
+    """What rank 0 has a rank do after a step: swap to a plan, or probe links.
 
     Attributes:
-        program: The rank's instructions, as `instructions_text` writes them; "": no other plan.
+        program: The rank's instructions, as `instructions_text` writes them; "": no new plan.
         probe: The links to probe.
-        late: If these are in time again in this step, the plan is dropped.
+        late: If these directions are in time again in this step, the plan is dropped.
     """
 
     program: str = ""
@@ -65,7 +65,7 @@ def open_control_loop(
     Args:
         active: Whether this is rank 0; other ranks get None.
         to_plan: The configuration, with the caps of new plans.
-        keep: Gets what `replay` reads.
+        keep: The files to write for `replay`; None: write none.
     """
     plan, planned_for = first.in_force.plan, first.planned_for
     if not active:
@@ -110,9 +110,9 @@ class Adaptation(Callback):
     Args:
         recorder: Records morphs on rank 0.
         loop: The controller; None on other ranks.
-        last_step: Nothing changes after it. None: unknown, as in a script.
-        adapts: Whether rank 0 has a controller.
-        failed: The links whose direct paths have failed before the first step.
+        last_step: The run's last step, after which nothing changes; None: unknown, as in a script.
+        adapts: Whether the run adapts.
+        failed: The links whose direct paths had failed before the first step.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Adaptation(Callback):
     def report(
         self, step: int, took_s: float
     ) -> tuple[PathReport, ProbeTimes, InTimeAgain, Announced | Addressed]:
-        """This rank's direct paths, probes and links in time again; on rank 0 the announcement."""
+        """This rank's paths, probes and links in time again; on rank 0 also the announcement."""
         del took_s
         paths, in_time = self._own_ends.report(), InTimeAgain()
         if self._last_messages is not None:
-            # A message in place of a direct one tells nothing: its sender does not wait.
+            # A failed link's messages are no valid timings of its path: senders don't wait.
             own = self._own_ends.failed
             times_ms = self._trainer.message_times_ms()
             in_time = self._last_messages.report(

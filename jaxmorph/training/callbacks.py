@@ -134,7 +134,7 @@ class SkippedSteps(Callback):
         return Effect(ends=self.count(result.step, result.totals))
 
     def count(self, step: int, totals: StepTotals) -> bool:
-        """Count a step; whether the run ends with it (`why_stop`)."""
+        """Count a step; return whether the run ends with it (`why_stop`)."""
         self.why_stop = ""
         if totals.is_finite:
             self._in_a_row, self._last_finite = 0, step
@@ -152,9 +152,9 @@ class SkippedSteps(Callback):
     def lets_save(self, is_due: bool, is_last: bool) -> bool:
         """Whether to save after the step that was counted last.
 
-        Skipped steps change no parameters. Saving them again would push older checkpoints, which
-        may be the way out, past `checkpoint.keep`. So a save that falls due during skipped steps
-        waits for the next update or for the run's last step; a run that gives up saves nothing.
+        Skipped steps change no parameters, and saving again would delete older checkpoints that the
+        user may need (`checkpoint.keep`). So a save that falls due during skipped steps waits for
+        the next update or for the run's last step; a run that gives up saves nothing.
         """
         self._save_is_owed = self._save_is_owed or is_due
         is_time = self._in_a_row == 0 or (is_last and not self.why_stop)
@@ -172,8 +172,8 @@ class Recording(Callback):
     """Records steps, with their held-out losses, and morphs.
 
     Args:
-        messages: Those of this replica, to be recorded by replica 0; None: there is no other
-            replica, or this rank leads none.
+        messages: This replica's, which replica 0 records; None: there is no other replica, or this
+            rank doesn't lead its replica.
         records: Whether this rank records the messages of other replicas.
 
     Attributes:
@@ -219,7 +219,7 @@ class Recording(Callback):
         return GOES_ON
 
     def finish(self, replicas: Replicas) -> None:
-        """Record what other replicas have of the last step; all ranks call it together."""
+        """Record the other replicas' last messages; all ranks call this together."""
         if self._messages is None:
             return
         if not self._records:
@@ -240,7 +240,7 @@ class Recording(Callback):
 
 
 def keep_message(kept: deque[ReplicaMessage], replica: int, message: RunMessage) -> None:
-    """Keep what another replica's rank 0 is to record of this one, with this replica's number."""
+    """Keep a message if replica 0 records its kind, with this replica's number."""
     match message:
         case EventEmitted(event):
             kept.append(EventEmitted(event.of_replica(replica)))
@@ -249,7 +249,7 @@ def keep_message(kept: deque[ReplicaMessage], replica: int, message: RunMessage)
 
 
 def _taken(messages: deque[ReplicaMessage]) -> tuple[ReplicaMessage, ...]:
-    """All messages so far; others may be added meanwhile."""
+    """Take all messages so far; another thread may add more meanwhile."""
     return tuple(messages.popleft() for _ in range(len(messages)))
 
 
@@ -278,7 +278,7 @@ class Saving(Callback):
         return self._saver.report(), self._times.report()
 
     def after(self, result: StepResult) -> Effect:
-        """Advance the save that is under way, and begin one if it is due."""
+        """Advance the save in progress, and begin one if it is due."""
         self._saver.advance(result.parts_of(SaveReport))
         num_done = result.step + 1
         after = self._times.after(num_done, result.parts_of(SaveRequest))

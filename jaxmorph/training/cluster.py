@@ -81,7 +81,7 @@ def join_cluster(joining: "Joining", otherwise: str) -> Rendezvous:
 
 
 def first_layout(config: Config, rendezvous: Rendezvous) -> Layout:
-    """Who is where at the start, on the hosts that ranks run on unless others are emulated.
+    """The layout at the start, with the ranks' real hosts if the run remaps and emulates none.
 
     Raises:
         UserError: The system doesn't say which host this is.

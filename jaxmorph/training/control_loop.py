@@ -1,8 +1,8 @@
 """Runs rank 0's controller: carries out its commands and feeds the answers back.
 
 `control/controller.py` decides; the threads are here. The recorder's thread observes steps, a
-second thread waits for the planning process, a third hears of links that turn slow in mid-step, and
-the training thread takes at each exchange what ranks do next. None of them holds up a step.
+second thread waits for the planning process, a third handles links that turn slow in mid-step, and
+the training thread takes, at each exchange, what ranks do next. None of them holds up a step.
 """
 
 import threading
@@ -49,8 +49,8 @@ from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.planning_client import Chosen, PlanningError, PlanningProcess, Simulated
 
 _OPS_A_STEP, _OPS_HERE = 8192, 512
-"""At most so many ops are simulated per training step: beside training, 0.1 s; without a planning
-process, 5 ms."""
+"""The most ops to simulate per training step. They take 0.1 s in the planning process or, without
+one, 5 ms in this process."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Morph:
     """A change of plan that ranks can carry out.
 
     Attributes:
-        chosen: As ranks run it. The planning process makes it beside training, because a rank would
-            need too long between two steps.
+        chosen: The plan as ranks run it. The planning process makes it during training, because a
+            rank would need too long between two steps.
         restore: The links whose direct paths are restored with it.
         late: See `ChangePlan`.
-        number: The plan's, as the planning process knows it.
+        number: The plan's number in the planning process.
     """
 
     change: PlanChange
@@ -78,11 +78,11 @@ class Morph:
 
     @cached_property
     def parsed(self) -> tuple[RankInstructions, ...]:
-        """Every rank's instructions; at 64 stages it takes seconds to read them."""
+        """Every rank's instructions; parsing them takes seconds at 64 stages."""
         return tuple(map(parse_instructions, self.chosen.programs))
 
     def simulate(self, profile: Profile) -> Timeline:
-        """A step of the plan, as `PlanInForce.simulate`."""
+        """Simulate a step of the plan, like `PlanInForce.simulate`."""
         return simulate_step(self.parsed, profile, self.chosen.scarce)
 
 
@@ -92,10 +92,10 @@ Due: TypeAlias = Morph | ProbeLinks | RestorePaths
 
 @dataclass(frozen=True)
 class Expected:
-    """A step as it is expected to be before it runs.
+    """What is expected of a step before it runs.
 
     Attributes:
-        number: Its plan's.
+        number: The number of its plan.
         simulate: Simulates a step of that plan in this process.
     """
 
@@ -128,16 +128,16 @@ class ControlLoop:
         self._state = state
         self._plans = plans
         self._keep = keep
-        self._programs: tuple[str, ...] | None = None  # of the last morph; None: the first ones
+        self._programs: tuple[str, ...] | None = None  # of the last morph; None: no morph yet
         self._number = self._last_number = 0  # of the plan that ranks run, and of the last chosen
         self.predicted = Simulated(1e3 * state.plan.predicted_step_s)
         self._predicting: Future[None] = Future()
         self._unsimulated, self._every = 0, 0.0  # steps
-        self._simulations = Retries()  # after those that the planning process died of
+        self._simulations = Retries()  # after simulations that killed the planning process
         self._chosen: Chosen | None = None
         self._unreported: tuple[ControlEvent, ...] = ()  # of answers; reported with the next step
         self._due: Due | None = None
-        # `_lock` guards the state, which all threads but the training thread advance. `_due`
+        # `_lock` guards the state, which all threads except the training thread advance. `_due`
         # has its own lock, so that training never waits while a step is being observed.
         self._lock, self._due_lock = threading.Lock(), threading.Lock()
         self._planner = ThreadPoolExecutor(1, "jaxmorph-planner")
@@ -169,7 +169,7 @@ class ControlLoop:
             self._hearing.submit(self._answer, lambda slow: slow, slow)
 
     def take_due(self) -> Due | None:
-        """Take what ranks do after the next exchange, each once."""
+        """Take what ranks do after the next exchange; later calls don't return it again."""
         with self._due_lock:
             due, self._due = self._due, None
         return due
@@ -194,11 +194,11 @@ class ControlLoop:
     ) -> Expected:
         """Have the next step simulated beside training, for `predicted`.
 
-        Nothing waits for it, since the planning process may be planning for longer than steps take.
-        Large steps are simulated now and then only.
+        Nothing waits for it, since the planning process may be busy for several steps.
+        Steps with many ops are simulated only now and then.
 
         Args:
-            before: What was expected of the step before it. None: another simulation is due.
+            before: What was expected of the previous step; None: simulate the next in any case.
             profile: Returns the costs as they are now.
             simulate: Simulates a step of the plan that ranks run, in this process.
         """
@@ -210,8 +210,8 @@ class ControlLoop:
         num_ops = sum(map(len, self._state.plan.schedule.orders))
         self._every = num_ops / (_OPS_HERE if self._plans is None else _OPS_A_STEP)
         is_first = self._number == 0 and self.predicted.bubble_rate is None
-        # The first plan may be for declared delays, so what it predicts is replaced at once if that
-        # is quick, as it is for few ops.
+        # The first plan may be for declared delays. So its prediction is replaced at once if there
+        # are few ops, which are quick to simulate.
         if self._plans is None or (is_first and num_ops <= _OPS_A_STEP):
             self.predicted = expected.in_this_process()
         else:
@@ -252,13 +252,13 @@ class ControlLoop:
         return simulated
 
     def _has_died(self, error: str) -> None:
-        """Have the controller restart the planning process, unless a request of its own fails."""
+        """Have an idle controller restart the planning process; a busy one's request will fail."""
         with self._lock:
             if isinstance(self._state.phase, Idle) and not self._is_closing:
                 self._unreported += self._advance(PlanningFailed(error))
 
     def close(self, end_process: Callable[[], None] = lambda: None) -> None:
-        """Stop planning; `end_process` ends the planning process, with any request to it."""
+        """Stop planning; `end_process` ends the planning process and any request to it."""
         with self._lock:
             self._is_closing = True  # else the broken request would count as a failure
         end_process()
@@ -274,7 +274,7 @@ class ControlLoop:
         if self._keep is not None:
             try:
                 self._keep(before, observation, result)
-            except Exception as error:  # `observe` raises it: no caller waits for an answer
+            except Exception as error:  # `observe` raises it: `_answer` has no caller to do so
                 self._error = self._error or error
         return result.events
 
@@ -298,7 +298,7 @@ class ControlLoop:
             self._due = due
 
     def _answer(self, work: Callable[[Any], Observation], command: Any) -> None:
-        """Feed an answer, as of the planning process, or its error back to the controller."""
+        """Do some work for the controller, and feed the answer or error back."""
         try:
             answer = work(command)
         except PlanningError as error:

@@ -40,8 +40,8 @@ class WithinDevices:
     """A run's configuration, with caps from its devices' memory.
 
     Attributes:
-        for_first_plan: A fixed schedule runs uncapped, and fails if it doesn't fit.
-        for_later_plans: Those that adaptation makes.
+        for_first_plan: Without caps for a fixed schedule, which fails if it doesn't fit.
+        for_later_plans: For the plans that adaptation makes.
     """
 
     for_first_plan: Config
@@ -135,7 +135,7 @@ class StageNeeds:
     Attributes:
         prepared_bytes: What the stage computes from its parameters once a step, such as a copy in
             the compute dtype.
-        temporary_bytes: The most that an op takes beside what it is given: an estimate.
+        temporary_bytes: An estimate of the most that an op takes beside its inputs.
     """
 
     layers: tuple[range, ...]
@@ -207,7 +207,7 @@ def needs_of_step(
 ) -> StepNeeds:
     """Forecast the memory of a run's stages, by tracing alone; `layers: auto` counts as even.
 
-    The temporary buffers of compiled programs are an estimate; only a compilation shows these.
+    The size of temporary buffers is an estimate; only compiled programs show the real one.
 
     Args:
         device_bytes: What JAX may take of each stage's device; None: unknown.
@@ -235,7 +235,7 @@ def needs_of_step(
         config = with_stash_caps(config, free, [_least_bytes(config, it.stash) for it in stages])
     sizes = StashBytes(*zip(*(astuple(stage.stash) for stage in stages), strict=True))
     profile = unmeasured_profile(config, sizes)
-    # A save copies whole arrays; some that are alike on all devices count too often here.
+    # A save copies whole arrays; this overcounts arrays that all devices replicate.
     saved = [cut.tensor * (stage.parameter_bytes + stage.optimizer_bytes) for stage in stages]
     copies = [copy_bytes(config, num_bytes) for num_bytes in saved]
     room = host_room(config, ranks[0].payloads(model), ranks[0].delegated, copies)

@@ -44,7 +44,7 @@ def held_out_batches(
     """The batches that each evaluation computes; None if the run evaluates nothing.
 
     Args:
-        separator: The token that ends a document, for packed ones.
+        separator: The token that ends a document, if documents are packed.
     """
     if held_out is None or config.evaluation.every_steps is None:
         return None
@@ -71,10 +71,10 @@ class Evaluation(Callback):
     """Computes the held-out loss after some of a run's steps.
 
     Args:
-        read: What this rank's stage reads of a batch, by its number; None: never evaluate.
+        read: Returns what this rank's stage reads of a batch, by its number; None: never evaluate.
 
     Attributes:
-        latest: The result after the last step, `NOT_EVALUATED` if that wasn't evaluated.
+        latest: The result after the last step; `NOT_EVALUATED` if no evaluation followed it.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Evaluation(Callback):
         if read is None or not self._is_due(step):
             return NOT_EVALUATED
         self._use_forwards_of(program)
-        # The update belongs to the step's time: the evaluation begins when all ranks have done it.
+        # The update counts as step time: the evaluation begins when all ranks have done it.
         jax.block_until_ready(self._runner.stage.params)
         self._rendezvous.exchange({})
         began_s = time.monotonic()
@@ -120,8 +120,8 @@ class Evaluation(Callback):
     def _use_forwards_of(self, program: RankInstructions) -> None:
         if program is self._program:
             return
-        # A message carries its step and microbatch, and an evaluation has the number of the step
-        # before it: its microbatches are numbered after that step's own.
+        # A message carries its step and microbatch. An evaluation uses the number of the step
+        # before it, so its microbatches are numbered after that step's.
         size = self._config.microbatches
         firsts = range(size, size * (1 + self._config.evaluation.batches), size)
         self._program = program

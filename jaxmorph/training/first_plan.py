@@ -43,7 +43,7 @@ from jaxmorph.transport.host import cores_identity, usable_cores
 from jaxmorph.transport.several_sidecars import sidecars_needed
 
 _STEPS = 3  # the first connects the links and is not measured
-_MICROBATCHES, _ROUNDS = 12, 2  # of a measured step: at least so many, and so many times the stages
+_MICROBATCHES, _ROUNDS = 12, 2  # the fewest in a measured step; a round has one per stage
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class FirstPlan:
     Attributes:
         profiler: Has the measured steps, on rank 0.
         equipped: The resources of delegated links, for the log.
-        planned_for: The costs that it was made for, on rank 0.
-        usual: The delays of links on each measured route, on rank 0: on the configured ones, and
-            delegated where the run adapts or may delegate.
+        planned_for: The costs that the plan was made for, on rank 0.
+        usual: The delays of links on each measured route, on rank 0: on the configured routes, and
+            on delegated ones if the run adapts or may delegate.
         steps: All ranks' times in the measured steps, on rank 0.
         known: The slow and dead directions of an earlier start of the run.
         room: The ranks' host memory for slots and stashes; None: no limit.
@@ -85,18 +85,18 @@ def plan_by_timings(
 ) -> FirstPlan:
     """Measure the costs of ops and links, plan with them, and prepare the ranks for the plan.
 
-    Links that are known to be slow are planned as slow, whatever was measured; they go back as any
-    other link does. All ranks call this at the same point.
+    Links that are known to be slow are planned as slow, whatever was measured; they return to their
+    direct path like any other link. All ranks call this at the same point.
 
     Args:
-        evaluates: Whether forwards alone need slots too.
+        evaluates: Whether evaluations, which run forwards alone, need slots too.
         may_delegate: Whether later plans may delegate links. A run that adapts always may.
 
     Raises:
         UserError: The schedule can't keep the configured caps.
     """
-    # Dead links are delegated in the measured steps too: one that waited for a dead path would end
-    # the run, or fail the path once more.
+    # Dead links are delegated in the measured steps too: a step that waited for a dead path would
+    # end the run, or the path would fail once more.
     config = with_delegated(config, sorted(dead_of(known)))
     stash_bytes = agree_on_stash(rendezvous, trainer.stash_memory)
     measured_steps: list[Sequence[RankTimes]] = []
@@ -147,9 +147,9 @@ def plan_by_timings(
 
 
 def too_short_deadline(config: Config, steps: Iterable[Sequence[RankTimes]]) -> str:
-    """What to say if the deadline of direct transfers is shorter than they may take; else "".
+    """A warning if direct transfers may take longer than their deadline; else "".
 
-    Before the start only the emulated ops of a configuration are known, and those are checked then.
+    Emulated ops need none: their times are configured, and were checked before the start.
     """
     share = _measured_microbatches(config) / config.microbatches
     compute_s = max(map(busiest_stage_s, steps), default=0.0) / share
@@ -206,7 +206,7 @@ def _agree_on_delegable(
 ) -> tuple[Link, ...]:
     """The links that a run may delegate from its first step on, by rank 0's measurements.
 
-    A run that adapts may delegate links that are slow already, or all with `delegates: any`.
+    A run that adapts may delegate links that are slow already; with `delegates: any`, all links.
     """
     if not config.adapts:
         return ()
@@ -218,7 +218,7 @@ def _agree_on_delegable(
 
 
 def _is_worth_it(config: Config, rendezvous: Rendezvous, plain: Timeline, other: Timeline) -> bool:
-    """Whether another step is shorter by `adaptation.worth`, as rank 0 predicts them."""
+    """Whether rank 0 predicts the other step to be shorter by the share `adaptation.worth`."""
     gain_ms = plain.makespan_ms - other.makespan_ms
     is_worth_it = gain_ms > config.adaptation.worth * plain.makespan_ms
     return agree(rendezvous, bool, is_worth_it)
@@ -244,8 +244,8 @@ def _measure_steps(
     Args:
         first_step: The number of the first step; all are negative.
         on_step: Called with each measured step, on rank 0.
-        on_load: Called with the processor time that a measured step took this rank's sidecar, if
-            the sidecar has answered.
+        on_load: Called with the processor time of this rank's sidecar for a measured step, if the
+            sidecar has answered.
 
     Returns:
         The profiler of the measured steps, on rank 0.
@@ -259,11 +259,11 @@ def _measure_steps(
     if config.offload.enabled:
         in_force = replace(in_force, programs=with_sampled_copies(in_force.programs))
     resize_slots(rendezvous, trainer, in_force.slots)
-    trainer.await_registered_slots()  # copies into others take longer, and count as slow links
+    trainer.await_registered_slots()  # slower copies until then would make links look slow
     runner = StepRunner(trainer, rendezvous, timeout_s=config.timeouts.step_s)
     before_s: float | None = None
     for step in range(first_step, first_step + _STEPS):
-        # Numbers of their own: no message may be taken for one of a training step.
+        # The number is negative, so that no message is taken for one of a training step.
         result = runner.run(in_force.program, inputs, step, updates=False)
         if step == first_step:
             before_s = trainer.sidecar_s
@@ -278,9 +278,9 @@ def _measure_steps(
 
 
 def _measured_microbatches(config: Config) -> int:
-    """Those of a measured step in one replica: whole rounds, as some schedules take no others.
+    """The microbatches of a measured step in one replica: whole rounds, as some schedules require.
 
-    They are whole groups too, as W is compiled for these alone.
+    They fill whole weight groups too, as W is compiled only for these.
     """
     stages = config.parallelism.stages
     rounds = max(_ROUNDS, math.ceil(_MICROBATCHES / stages))
@@ -298,8 +298,8 @@ def with_delegated(config: Config, links: Iterable[Link]) -> Config:
 def settle_garbage() -> None:
     """Exclude the objects of start-up from garbage collection.
 
-    A full collection over the many objects of JAX and Flax takes tens of milliseconds, in the
-    middle of a step, on each rank at another time.
+    A full collection over the many objects of JAX and Flax takes tens of milliseconds. It would
+    interrupt a step, on each rank at a different time.
     """
     gc.collect()
     gc.freeze()
@@ -317,9 +317,9 @@ def planned_links(link_ms: Mapping[str, float] | None, measured: Links) -> dict[
 def predicted_step_s(
     config: Config, first: FirstPlan, num_tied: int, delays_ms: Mapping[Link, float]
 ) -> float:
-    """A step in which some links are slower than usual; infinity if none can be planned.
+    """The time of a step in which some links are slower than usual; infinity if it has no plan.
 
-    A run that adapts delegates those links if the step is shorter then.
+    A run that adapts delegates those links if that makes the step shorter.
     """
 
     def step_s(config: Config, usual: Links) -> float:
@@ -356,14 +356,14 @@ def predicted_step_s(
 
 @dataclass(frozen=True)
 class SidecarLoad:
-    """What one rank's sidecar had to do, and where.
+    """The load of one rank's sidecar, and the processor cores for it.
 
     Attributes:
         step_s: Processor time for a step's messages; 0: none was delegated.
-        host: The same for ranks that share their processor cores.
-        cores: Those that the rank may use, with the ranks that share them.
+        host: Equal for ranks that share their processor cores.
+        cores: The cores that the rank may use, shared with the ranks of the same `host`.
         is_used: Whether the rank has a delegated link.
-        compute_s: How long the busiest stage computes in a step; 0: only rank 0 has measured that.
+        compute_s: How long the busiest stage computes in a step, on rank 0; 0 on other ranks.
     """
 
     step_s: float
@@ -388,10 +388,10 @@ def agree_on_sidecars(
         steps: All ranks' times in the measured steps, on rank 0.
 
     Returns:
-        How many there are, in words; "" if no rank has any.
+        The number of sidecars per rank, in words; "" if no rank has a delegated link.
     """
     transport, emulation = config.transport, config.emulation
-    # A sidecar that was replaced meanwhile has used less than before.
+    # A load can be negative if its sidecar was replaced meanwhile: the new one has used less time.
     own = SidecarLoad(
         max([0.0, *loads_s]),
         cores_identity(),
@@ -401,8 +401,8 @@ def agree_on_sidecars(
     )
     loads = gather(rendezvous, SidecarLoad, own)
     if transport.sidecars == "auto":
-        # Several would share no emulated bandwidth; RDMA leaves the work to the network cards.
-        # The host's budget counts one slot for each sidecar of a channel up to `FIRST_SLOTS`.
+        # Each of several would have all of an emulated bandwidth; over RDMA network cards do the
+        # work. Each needs a slot of a channel, and `limits.host_gib` may leave only `FIRST_SLOTS`.
         of_links = emulation.links or emulation.hosts or emulation.trace
         emulated = of_links or emulation.message_bytes
         fixed = transport.backend != "tcp" or emulated
@@ -419,11 +419,11 @@ def agree_on_sidecars(
 
 
 def choose_sidecars(loads: Sequence[SidecarLoad], most: int | None = None) -> tuple[int, float]:
-    """The number that the busiest rank needs, and the share of a step that one would be busy there.
+    """The number of sidecars that the busiest rank needs, and how busy one would be there.
 
-    The share is 0 if it was not measured. The number keeps within the cores of the rank that has
-    fewest. A step lasts at least as long as its busiest stage computes, so that is the time in
-    which a sidecar must move a step's messages.
+    The latter is a share of a step, 0 if not measured. The number stays within the cores of the
+    rank with the fewest. A step lasts at least as long as its busiest stage computes, so that is
+    the time in which a sidecar must move a step's messages.
     """
     compute_s = loads[0].compute_s
     busy = max(load.step_s for load in loads) / compute_s if compute_s else 0.0
@@ -433,5 +433,5 @@ def choose_sidecars(loads: Sequence[SidecarLoad], most: int | None = None) -> tu
 
 
 def busiest_stage_s(ranks: Sequence[RankTimes]) -> float:
-    """How long the stage computes in a step that computes longest."""
+    """How long the busiest stage computes in a step."""
     return max(each.busy_ms for each in ranks) / 1e3

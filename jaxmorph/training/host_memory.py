@@ -1,7 +1,7 @@
 """What ranks take of their hosts' memory: slots, offloaded stashes, and a checkpoint's copy.
 
 All of it is pinned. `limits.host_gib` caps what a rank takes; plans keep within what the
-checkpoint's copy leaves. JAX's own pool of pinned memory, for stashes and that copy, has a limit on
+checkpoint's copy leaves. JAX's own pool of pinned memory, for stashes and the copy, has a limit on
 GPUs.
 """
 
@@ -62,7 +62,7 @@ def host_room(
         pools: The size of each rank's own pool of pinned memory; None: without a limit.
 
     Raises:
-        UserError: Some rank has too little even for the fewest slots, or for the copy.
+        UserError: Some rank has too little even for the fewest slots, or for the checkpoint's copy.
     """
     slot_bytes = {
         channel: -(-slot_use(channel, payload).slot_bytes // PAGESIZE) * PAGESIZE
@@ -71,7 +71,7 @@ def host_room(
     }
     _require_pools(copies, pools)
     known = [pool for pool in pools if pool is not None]
-    devices = config.parallelism.tensor  # stashes are counted for each
+    devices = config.parallelism.tensor  # stashes are counted per device
     left = tuple((pool - copy) // devices for pool, copy in zip(known, copies, strict=False))
     stash_bytes = left if len(left) == len(copies) else None
     limit = config.limits.host_bytes
@@ -93,9 +93,9 @@ def host_room(
 
 @dataclass(frozen=True)
 class HostForecast:
-    """What ranks take of their hosts before anything is measured.
+    """The host memory that ranks take, as forecast before anything is measured.
 
-    If the run adapts, with all links delegated at once, as it measures them.
+    If the run adapts, all links count as delegated at once, as in its measured steps.
 
     Attributes:
         ranks: Within the limit, if there is one.
@@ -135,7 +135,7 @@ def forecast(
 
 
 def room_in_words(in_force: PlanInForce, room: HostRoom | None) -> str:
-    """What slots a plan has to do without, in words; "" if none."""
+    """How `limits.host_gib` limits a plan's slots, in words; "" if the plan has enough."""
     if room is None or not in_force.scarce:
         return ""
     num_ranks = len(in_force.programs)
@@ -150,7 +150,7 @@ def room_in_words(in_force: PlanInForce, room: HostRoom | None) -> str:
 
 
 def copy_bytes(config: Config, state_bytes: int) -> int:
-    """The bytes of a rank's copy for a checkpoint, if the run saves any."""
+    """The bytes of a rank's copy for a checkpoint; 0 if the run saves none."""
     return state_bytes if config.checkpoint.saves else 0
 
 
@@ -170,7 +170,7 @@ def agree_on_host_room(
 
 
 def _pool_bytes(platform: str) -> int | None:
-    """The most pinned memory that JAX takes in a process; None: without a limit of its own."""
+    """The most pinned memory that JAX takes in a process; None: JAX sets no limit."""
     if platform not in ("gpu", "cuda", "rocm"):
         return None
     configured = os.environ.get(_POOL, "")

@@ -1,7 +1,7 @@
 """One rank of a cluster's job: joins the other tasks, trains, and ends with the job's exit code.
 
-Nothing watches the ranks of a job: each notices by its connections that another one has failed, and
-ends at once. The scheduler then starts the job again (`TRY_AGAIN`).
+No supervisor watches the ranks of a job: each rank notices by its connections when another fails,
+and ends at once. The scheduler then starts the job again (`TRY_AGAIN`).
 """
 
 import os
@@ -30,11 +30,11 @@ from jaxmorph.training.start_lines import StartLines
 from jaxmorph.training.verification import FoundRun, found_by_rank_0, verified
 
 TRY_AGAIN = STALLED
-"""The exit code of a cluster's rank that failed, if a new job could resume from a checkpoint."""
+"""The exit code of a failed rank of a job, if a new job could resume from a checkpoint."""
 
 
 def run_as_rank(start: RunStart, check: Callable[[Manifest], None]) -> str:
-    """Join the job, verify the checkpoint, and train; any error ends the process with its code.
+    """Join the job, verify the checkpoint, and train; any error ends the process with an exit code.
 
     Args:
         check: Checks that steps after a checkpoint can be trained.
@@ -45,7 +45,7 @@ def run_as_rank(start: RunStart, check: Callable[[Manifest], None]) -> str:
     Raises:
         RunStoppedError: The run was asked to end, and has saved.
     """
-    known = [start.directory] if start.directory else []  # the run's, once it is known
+    known = [start.directory] if start.directory else []  # the run's directory, once known
     joined: list[Rendezvous] = []  # this rank's, once it has joined
     stall_reports: list[Callable[[Stall], None]] = []
     watch_over(partial(_report_to_all, stall_reports))
@@ -87,7 +87,7 @@ def _verified(
 
 
 def start_described() -> AbstractContextManager[None]:
-    """While this lasts, the terminal of a command or a job says what goes on."""
+    """A context in which the terminal shows what the start of a command or a job is doing."""
     lines = StartLines(open_reporter(plain=True).say)
     return lines.looking() if is_first_task() else nullcontext()
 
@@ -116,12 +116,12 @@ def _notify_of_stall(rendezvous: Rendezvous, stall: Stall) -> None:
 def _leaving_at_once(
     joined: Sequence[Rendezvous], code_of: Callable[[BaseException], int]
 ) -> Iterator[None]:
-    """End the process on any error, without Python's clean-up: in it JAX waits for other ranks.
+    """End the process on any error, without Python's clean-up, where JAX waits for other ranks.
 
-    The cluster's launcher and the other ranks, by their connections, notice at once.
+    The cluster's launcher notices at once, and so do the other ranks, by their connections.
 
     Args:
-        joined: The rendezvous of this rank, once it has one.
+        joined: Holds this rank's rendezvous once it has joined.
     """
     reported: list[BaseException] = []
 
@@ -132,7 +132,7 @@ def _leaving_at_once(
         if isinstance(error, StalledError):
             write_stacks(error)
             _report_to_all([partial(_notify_of_stall, each) for each in joined], error.stall)
-        elif getattr(error, "waited_for", None) is None:  # it may be why others wait in vain
+        elif getattr(error, "waited_for", None) is None:  # others may wait in vain because of it
             for each in joined:
                 each.notify(f"failed: {in_one_line(error)}")
         what = f"rank {joined[0].rank} failed" if joined else "this task can't join"
@@ -158,7 +158,7 @@ def _in_words(error: BaseException, what: str) -> str:
 
 
 def _exit_code(config: Config, known: Sequence[Path], error: BaseException) -> int:
-    """The exit code, by which a scheduler may start the job again (`TRY_AGAIN`)."""
+    """The exit code for an error; on `TRY_AGAIN` a scheduler may start the job again."""
     if isinstance(error, UserError):
         return 2
     if isinstance(error, KeyboardInterrupt):
@@ -192,7 +192,7 @@ def _train_as_rank(
     stop_asked: Callable[[], bool],
     report_stalls_to: Callable[[Callable[[Stall], None]], None],
 ) -> tuple[bool, Path]:
-    """Train as one rank; whether the run has done its last step, and its directory."""
+    """Train as one rank; return whether the run has done its last step, and its directory."""
     from jaxmorph.training.train import train
 
     records: list[RunRecord] = []  # on rank 0 alone
@@ -222,7 +222,7 @@ def _recording_stalls(record: RunRecord) -> Iterator[Callable[[Stall], None]]:
     """Record on rank 0 that a rank has stalled, if that ends the run.
 
     Yields:
-        A function that records that rank 0 has.
+        A function that records a stall of rank 0.
     """
 
     def take(stall: Stall) -> None:
@@ -240,7 +240,7 @@ def _recording_stalls(record: RunRecord) -> Iterator[Callable[[Stall], None]]:
 
 
 def nothing_left(config: Config, directory: Path) -> str:
-    """Why a run isn't resumed that has done its last step."""
+    """Why a run that has done its last step isn't resumed."""
     done = f"{directory} has done its {config.run.steps} steps"
     return f"{done}: nothing is left to do (run.steps=N continues to step N)"
 

@@ -1,4 +1,4 @@
-"""Chooses how a model's layers are cut, and which ranks run which; all ranks get the same."""
+"""Chooses how a model's layers are cut and placed on ranks; all ranks get the same answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class LayerChoice:
     """A cut: the layers of each virtual stage, in pipeline order.
 
     Attributes:
-        reason: Why, in one line; empty if there was no choice.
+        reason: Why it was chosen, in one line; empty if there was no choice.
     """
 
     layers: tuple[range, ...]
@@ -49,7 +49,7 @@ def choose_layers(
 
     Args:
         measure: Measures the layers' costs; called on rank 0 alone, and only if it matters.
-        directory: The run's, which keeps the choice: a later launch takes it instead of measuring.
+        directory: The run's, which keeps the choice: a later launch reads it instead of measuring.
 
     Raises:
         UserError: The model has too few layers, or `parallelism.layers` doesn't fit it.
@@ -81,7 +81,7 @@ def choose_layers(
 def cut_by_costs(
     costs: LayerCosts, num_layers: int, num_stages: int
 ) -> tuple[tuple[int, ...], str]:
-    """The cut with the fastest slowest stage, or the even cut if that is nearly as fast.
+    """The cut whose slowest stage is fastest, or the even cut if that is nearly as fast.
 
     Returns:
         The number of layers of each stage, and the reason.
@@ -112,12 +112,12 @@ def choose_placement(
 ) -> tuple[Config, str]:
     """Replace `schedule.placement: auto` by the schedule whose step is predicted to be shorter.
 
-    All ranks call this at the same point, before a run's first step, and get the same. As for
-    `choose_layers`, rank 0 measures while the others wait.
+    All ranks call this at the same point, before a run's first step, and get the same answer. As
+    in `choose_layers`, rank 0 measures while the others wait.
 
     Args:
-        before: Whether the checkpoint from which the run resumes has its layers in a V, which then
-            stay where they are; None: the run is new.
+        before: Whether the layers are in a V in the checkpoint from which the run resumes; they
+            stay as they are. None: the run is new.
 
     Returns:
         The configuration, and the reason in one line; empty if there was no choice.
@@ -137,7 +137,7 @@ def choose_placement(
 def _v_is_shorter(
     config: Config, num_layers: int, num_tied: int, measure: Callable[[], LayerCosts]
 ) -> tuple[bool, str]:
-    """Whether a step of zb-v is predicted to be shorter than adaptive's, and both times."""
+    """Whether a step of zb-v is predicted to be shorter than adaptive's, and the reason."""
     in_line, in_a_v = config.placed(in_a_v=False), config.placed(in_a_v=True)
     costs, parallelism = None, config.parallelism
     if config.emulation.accelerator is None:
@@ -162,9 +162,9 @@ def _v_is_shorter(
 def _predicted_ms(
     config: Config, cut: Sequence[range], costs: LayerCosts | None, num_tied: int
 ) -> float:
-    """The step of a configuration's schedule, on links without delay but for `schedule.link_ms`.
+    """The predicted step time of a configuration's schedule, that of its slowest replica.
 
-    It is as long as that of the slowest replica.
+    Links have no delays except those in `schedule.link_ms`.
     """
     accelerator, placement = config.emulation.accelerator, config.placement
     if accelerator is not None:

@@ -1,6 +1,6 @@
 """Accounts for a run's time: what each failure cost, by phase, and the goodput.
 
-A rank or the launcher reports the end of each phase, by the machine's one clock. A phase begins
+A rank or the launcher reports the end of each phase, on the machine's one clock. A phase begins
 where the phase before it ends, so the phases of a recovery add up to the cost of the failure:
 
 - `detect`: from the end of the last step to the first evidence that a rank has failed. It includes
@@ -10,7 +10,7 @@ where the phase before it ends, so the phases of a recovery add up to the cost o
 - `start`: processes, imports, joining, data; until the last rank has loaded its data and model.
 - `compile`: until the last rank has compiled its stage.
 - `restore`: until the last rank has restored its state from the checkpoint.
-- `plan`: the steps that are run for their timings, and planning.
+- `plan`: the measured steps, and planning.
 - `replay`: until the lost steps are done again.
 """
 
@@ -68,7 +68,7 @@ class Ledger:
     """Keeps the account of a run, in the process that starts its ranks.
 
     Args:
-        now_s: The time of the first launch, on the monotonic clock, as all times here.
+        now_s: The time of the first launch, on the monotonic clock, like all times here.
     """
 
     def __init__(self, now_s: float, first_step: int = 0) -> None:
@@ -90,7 +90,7 @@ class Ledger:
             self._open.ends.end(phase, at_s)
 
     def step_done(self, step: int, at_s: float) -> Recovery | None:
-        """Record a step; the recovery that it ends, if it ends one."""
+        """Record a step; return the recovery that it ends, if any."""
         self._healthy_s = self._ended_s = at_s
         self._next_step, self._furthest_step = step + 1, max(step, self._furthest_step)
         if self._open is None or step < self._open.until_step:
@@ -103,7 +103,7 @@ class Ledger:
         """Record a failure after which the run restarts.
 
         Args:
-            noticed_s: The first evidence of the failure.
+            noticed_s: When the failure was first noticed.
             ended_s: When the last rank had ended.
         """
         restart = len(self._closed) + 1  # `cut_off` has closed a recovery that this one interrupts

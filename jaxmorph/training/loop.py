@@ -20,7 +20,7 @@ class Effect:
     Attributes:
         program: This rank's instructions from the next step on; None: no change.
         paused_s: Time spent after the step that the next step's time leaves out.
-        ends: Whether the loop ends here.
+        ends: Whether the loop ends after this step.
     """
 
     program: RankInstructions | None = None

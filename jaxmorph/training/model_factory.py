@@ -41,7 +41,7 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
                 raise UserError(f"model.{text}") from error
             if users_line(error.__traceback__):
                 raise
-            raise UserError(f"model: {text}") from error  # such as of an unknown key
+            raise UserError(f"model: {text}") from error  # such as one about an unknown key
     check_attributes(model)
     return model
 
@@ -49,7 +49,7 @@ def build_model(config: Config, vocab_size: int) -> "PipelineModel":
 def changeable_options(model: Model) -> tuple[str, ...]:
     """The keys of the `model` section that may change when a run resumes or a model is sampled.
 
-    They are the factory's `CHANGEABLE_OPTIONS`, and don't say which model it is.
+    The factory lists them in `CHANGEABLE_OPTIONS`; they don't decide which model it is.
     """
     return tuple(getattr(load_factory(model.factory, model.folder), "CHANGEABLE_OPTIONS", ()))
 
@@ -110,8 +110,8 @@ def _import_shipped(name: str, where: str) -> Any:
 
 def _search_last(places: Sequence[str]) -> None:
     """Have Python search these folders, in this order, after all others."""
-    # Ranks start by `python -m`, which searches the current directory first. They could import
-    # another module of the same name than the one that the command has checked.
+    # Ranks start by `python -m`, which searches the current directory first. So they could import
+    # a different module of the same name than the command has checked.
     if sys.path[0] in ("", str(Path.cwd())):
         del sys.path[0]
     sys.path.extend(place for place in places if place not in sys.path)

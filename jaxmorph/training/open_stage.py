@@ -37,9 +37,9 @@ from jaxmorph.transport.client import SidecarPlane
 from jaxmorph.transport.host import listening_addresses, loopback_identity
 from jaxmorph.transport.plane import DataPlane, TransportSettings
 
-# A sidecar is replaced while others still wait for its messages, but not because it is slow.
+# A silent sidecar is replaced while others still wait for its messages; a slow one is kept.
 _SILENT_S, _LEAST_SILENT_S = 15.0, 3.0
-_REST_S = 0.25  # for the last acknowledgement of a step; where it is late, slots are just kept
+_REST_S = 0.25  # for the last acknowledgement of a step; if it comes later, slots are kept
 
 
 def stage_settings(
@@ -55,9 +55,9 @@ def stage_settings(
     """The settings that a rank's stage is built from.
 
     Args:
-        rank: Its number among those of its replica.
-        ranks: The run's rank of each stage of the replica; none: there is one replica.
-        adapts: Whether routes may change, so that every link needs both.
+        rank: The rank's number in its replica.
+        ranks: The run's rank of each of the replica's stages; empty: there is one replica.
+        adapts: Whether routes may change, so that every link needs both routes.
         shapes: The data of one microbatch; None: the configured text's.
     """
     optimizer = config.optimizer
@@ -101,7 +101,7 @@ def stage_settings(
 def free_slots_s(config: Config) -> float | None:
     """How long to wait until slots that a plan doesn't need can be freed; None: keep them."""
     if config.limits.host_bytes is not None:
-        # The next plan's slots must fit. Other ranks wait for this one as long as `step_s`.
+        # The next plan's slots must fit. Other ranks wait for this one for up to `step_s`.
         return config.timeouts.step_s / 2
     if config.transport.backend == "nixl":
         return None  # an end that gets other memory loses its connections
@@ -138,8 +138,8 @@ def open_stage(
 
     Args:
         links: The emulated links; the data plane joins them.
-        earlier: The stage as this rank has had it; None: it is new to the rank.
-        compiled: A new stage, compiled before; the caller restores its state.
+        earlier: The rank's earlier stage, if it keeps it; None: the stage is new to the rank.
+        compiled: A new stage that is already compiled; the caller restores its state.
 
     Raises:
         UserError: Some rank's host can't transport messages as configured; raised on all ranks.

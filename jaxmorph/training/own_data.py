@@ -1,4 +1,4 @@
-"""Batches of a user's own: trees of arrays, checked and cut into microbatches."""
+"""A user's own batches: trees of arrays, checked and cut into microbatches."""
 
 import inspect
 import threading
@@ -28,7 +28,7 @@ def parts_of(batch: Sequence[Any]) -> tuple[Tree, Tree, Mapping[str, Tree]]:
     """A batch's inputs, targets and extras.
 
     Raises:
-        UserError: It is no sequence of two or three.
+        UserError: It is not a sequence of two or three items.
     """
     try:
         inputs, targets, *extras = batch
@@ -50,11 +50,11 @@ def shapes_of(
 
     Args:
         where: What errors begin with.
-        num_examples: Those of a step, by which every array begins.
+        num_examples: The examples of a step: the first axis of every array.
         size: The examples of a microbatch.
 
     Raises:
-        UserError: An array begins otherwise, or there is none among inputs or among targets.
+        UserError: An array has another first axis, or inputs or targets have no array.
     """
 
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -91,7 +91,7 @@ def cut_tree(
         where: What errors begin with.
         name: Of the tree, in errors.
         expected: The shapes of one microbatch.
-        rows: Why arrays have the shape that is expected.
+        rows: Why that shape is expected, in errors.
 
     Raises:
         UserError: The tree has another structure, or an array another shape or dtype.
@@ -141,12 +141,13 @@ def _name(path: Any) -> str:
 class OwnBatches:
     """The batches of an object that `data.factory` made, cut into microbatches.
 
-    If the object has `bucket(step)`, a whole number that grows with the length of the step's
-    arrays, then all steps of one number are like the first one; else all steps are like step 0.
+    The object may have `bucket(step)`, a whole number that grows with the length of the step's
+    arrays. Steps of one number all have the shapes of the first of them; without `bucket`, all
+    steps have the shapes of step 0.
 
     Args:
         name: Where the object comes from, in errors.
-        like: The batches that it must be like; None: its own.
+        like: The batches whose shapes these must have; None: these themselves.
 
     Raises:
         UserError: A batch of another structure, shape or dtype.
@@ -164,7 +165,7 @@ class OwnBatches:
         if like is not None:
             self._where += f": {name}"
         self._num_steps, self._like = config.run.steps, self if like is None else like
-        # Steps are read ahead on a thread, while others read too; what is held out may share files.
+        # A thread reads steps ahead while other threads read; held-out batches may share files.
         self._lock = threading.Lock() if like is None else like._lock
         lacking = [each for each in ("inputs", "targets") if not callable(getattr(source, each, 0))]
         if lacking:
@@ -182,7 +183,7 @@ class OwnBatches:
         return self._part("targets", step)
 
     def extras(self, step: int) -> Mapping[str, Tree]:
-        """What a stage reads whose functions take extras."""
+        """What a stage reads if its functions take extras."""
         return self._part("extras", step)
 
     def length_index(self, step: int) -> int:
@@ -263,7 +264,7 @@ class OwnBatches:
 StepData: TypeAlias = Batches | OwnBatches
 """The data of any step: trees of arrays [microbatches, microbatch size, ...].
 
-They follow from the step's number alone, which counts from 0, on every process alike.
+They depend only on the step's number, which counts from 0, and are the same on every process.
 """
 
 
@@ -294,7 +295,7 @@ def load_own_data(config: Config) -> tuple[OwnBatches, OwnBatches | None, int, D
     else:
         held_out = OwnBatches(config, held_out, "held_out", like=batches)
         for step in range(config.evaluation.batches):
-            held_out.length_index(step)  # raises for one that training doesn't have
+            held_out.length_index(step)  # raises for a length that training lacks
     digest = getattr(source, "digest", None) or inspect.getsource(module)
     hashed = blake2b(str(digest).encode(), digest_size=16).hexdigest()
     vocab_size = data.vocab_size or getattr(source, "vocab_size", 0)

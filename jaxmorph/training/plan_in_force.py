@@ -33,7 +33,7 @@ from jaxmorph.schedule.ops import OpKind
 from jaxmorph.schedule.planner import Plan, plan
 from jaxmorph.schedule.timeline import Timeline
 
-if TYPE_CHECKING:  # planning itself, in a process beside training, does without JAX
+if TYPE_CHECKING:  # the planning process, which runs beside training, imports no JAX
     from jaxmorph.stage.stage_functions import StashMemory
 
 
@@ -43,7 +43,7 @@ class PlanInForce:
 
     Attributes:
         slots: The slots of each delegated channel.
-        scarce: Those of channels that have fewer than they need so that no send waits for one.
+        scarce: The slots of channels that have too few, so that a send may wait for one.
     """
 
     plan: Plan
@@ -119,7 +119,7 @@ def agree_on_plan(
 
 
 def slots_of_plan(config: Config, programs: tuple[RankInstructions, ...]) -> dict[Channel, int]:
-    """The slots with which no send of a plan's steps waits, also if a link is handed over."""
+    """The slots with which no send of a plan's steps waits, even if a link is handed over."""
     slots = slots_needed(programs)
     return most_slots(slots, handover_slots(programs)) if config.hands_over else slots
 
@@ -129,8 +129,8 @@ def plan_step(
 ) -> Plan:
     """The configured schedule for the costs of a profile, on the configured routes.
 
-    With `offload.enabled` it may hold more than the caps, and offloads the rest to host memory. The
-    plan's routes leave out a direct link for tied gradients alone.
+    With `offload.enabled` it may keep more than the caps, and offloads the excess to host memory.
+    The plan's routes leave out a direct link that only tied gradients take.
 
     Raises:
         UserError: The schedule can't keep the configured caps.
@@ -205,5 +205,5 @@ def _key(name: str) -> str:
         return "schedule.max_live"  # the rest of the message names the stage
     if name.startswith("max_stash_bytes"):
         return f"schedule.{name}"
-    # The only error of these is a number of microbatches: too few, or ones that fill no rounds.
+    # These two refuse only a number of microbatches: too few, or not a multiple of the rounds.
     return "batch.microbatches" if name in ("interleaved", "dualpipe-v") else f"schedule: {name}"

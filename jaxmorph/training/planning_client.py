@@ -56,9 +56,9 @@ class Begin:
     """The first request: the run and its plan in force; the answer is `Ready`.
 
     Attributes:
-        programs: The instructions that ranks run, as `instructions_text` writes them. A plan
-            doesn't say for which costs it was lowered last; None: for the run's profile.
-        number: The plan's, for `Simulate`.
+        programs: The instructions that ranks run, as `instructions_text` writes them: a plan
+            doesn't say which costs it was last lowered for. None: lower it for the run's profile.
+        number: The plan's number, for `Simulate`.
     """
 
     run: RunToPlan
@@ -72,7 +72,7 @@ class Choose:
     """Makes one of the last options the plan in force; the answer is `Chosen`.
 
     Attributes:
-        number: The plan's from now on, for `Simulate`.
+        number: The plan's number from now on, for `Simulate`.
     """
 
     chosen: int
@@ -104,7 +104,7 @@ class Chosen:
     Attributes:
         programs: Every rank's instructions, as `instructions_text` writes them.
         slots: The number of slots of each delegated channel.
-        scarce: Those of channels whose sends may wait for one.
+        scarce: The slots of channels whose sends may wait for one.
     """
 
     programs: tuple[str, ...]
@@ -139,7 +139,7 @@ class Failed:
     error: str
 
 
-# `RequestCandidates` is answered by `Options`; starting the process again is its caller's part.
+# `Options` answers `RequestCandidates`, whose `restart_planner` is for the caller to carry out.
 Request: TypeAlias = Begin | RequestCandidates | Choose | Simulate
 Answer: TypeAlias = Ready | Options | Chosen | Simulated | Failed
 
@@ -150,7 +150,7 @@ class PlanningProcess:
     It may start long before its first request. One thread makes requests at a time.
 
     Attributes:
-        has_died: Whether a request got no answer, or one that nobody understands.
+        has_died: Whether the last request got no valid answer.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class PlanningProcess:
         Args:
             programs: The instructions that ranks run, as `instructions_text` writes them. None:
                 those that they began with.
-            number: The plan's, for `simulate`.
+            number: The plan's number, for `simulate`.
 
         Raises:
             PlanningError: It can't plan, or has been closed.
@@ -203,7 +203,7 @@ class PlanningProcess:
         """Make one of the last options the plan in force, with a number for `simulate`.
 
         Raises:
-            PlanningError: It can't.
+            PlanningError: The process can't.
         """
         return self._ask(Choose(chosen, number), Chosen)
 
@@ -211,7 +211,7 @@ class PlanningProcess:
         """Simulate a step of one of the last plans in force.
 
         Raises:
-            PlanningError: It can't.
+            PlanningError: The process can't.
         """
         return self._ask(Simulate(number, profile, with_times), Simulated)
 

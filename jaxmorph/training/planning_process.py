@@ -1,15 +1,15 @@
 """The planning process, which rank 0 starts: `python -m jaxmorph.training.planning_process`.
 
 A request is a line of JSON on standard input, its answer a line on standard output; both are
-dataclasses of `planning_client`. The process imports no JAX. It ends at the end of its standard
-input, and so with rank 0.
+dataclasses of `planning_client`. The process imports no JAX. It ends when its standard input ends,
+and so when rank 0 ends.
 """
 
 import os
 
 if __name__ == "__main__":
-    # Before all imports, which would compete with training. With more, plans come steps too late
-    # on a busy machine.
+    # Before all imports, which would compete with training. A higher value makes plans come steps
+    # too late on a busy machine.
     os.nice(5)
 
 import math
@@ -52,7 +52,7 @@ from jaxmorph.training.planning_client import (
     Simulated,
 )
 
-_LAST_PLANS = 3  # can be simulated: that of the steps before a change, and one that ranks may drop
+_LAST_PLANS = 3  # to simulate: also the one before a change, and one that ranks may drop
 Instructions = tuple[RankInstructions, ...]
 Slots = dict[Channel, int]
 
@@ -63,7 +63,7 @@ class Candidate:
 
     Attributes:
         slots: Of each delegated channel, where host memory is limited.
-        scarce: Those of channels whose sends may wait for one.
+        scarce: The slots of channels whose sends may wait for one.
     """
 
     plan: Plan
@@ -109,7 +109,8 @@ class CandidatePlanner:
         now = self._in_force
         plans = self._plans(profile, verdicts, staying)
         made = (self._candidate(plan, profile, verdicts) for plan in plans)
-        # With few slots the ranks might wait for one another for ever, except under the home plan.
+        # With few slots ranks might wait for one another for ever (an infinite step), except under
+        # the home plan.
         self.candidates = tuple(
             each for at, each in enumerate(made) if at == 0 or each.step_ms < math.inf
         )
@@ -181,8 +182,8 @@ class CandidatePlanner:
     ) -> list[frozenset[Link]]:
         """The sets of links to delegate: the degraded ones alone, and with others.
 
-        The others are those that must stay delegated, and, when a link has just degraded, all that
-        are delegated now: the change for it must not wait until another link may go back.
+        The others are the links that must stay delegated and, when a link has just degraded, all
+        that are delegated now: its change must not wait until another link may go back.
         """
         delegated = delegated_links(self._in_force.plan.routes)
         now = delegated - delegated_links(self._run.home.routes)
@@ -265,7 +266,7 @@ def _answer(planner: CandidatePlanner, request: RequestCandidates | Choose | Sim
 
 
 def serve(requests: Iterator[str], answers: IO[str]) -> None:
-    """Answer requests, one after another and invalid ones too, until there are no more."""
+    """Answer requests one after another, including invalid ones, until there are no more."""
     planner: CandidatePlanner | None = None
     for line in requests:
         answer: Answer = Ready()
@@ -277,7 +278,7 @@ def serve(requests: Iterator[str], answers: IO[str]) -> None:
                 raise ValueError("got another request first, expected Begin")
             else:
                 answer = _answer(planner, request)
-        except Exception as error:  # rank 0 reports it, and training goes on
+        except Exception as error:  # rank 0 reports it, and training continues
             answer = Failed(f"{type(error).__name__}: {error}")
         answers.write(dump(tagged(answer)) + "\n")
         answers.flush()
@@ -286,5 +287,5 @@ def serve(requests: Iterator[str], answers: IO[str]) -> None:
 if __name__ == "__main__":
     try:
         serve(iter(sys.stdin), sys.stdout)
-    except BrokenPipeError:  # rank 0 has ended, and nothing else belongs at the end of its log
+    except BrokenPipeError:  # rank 0 has ended: add nothing to the end of its log
         os._exit(0)

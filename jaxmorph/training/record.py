@@ -1,7 +1,7 @@
 """Writes rank 0's messages to the run directory, and shows them to the user.
 
-Steps and events are in their files by then: rank 0 writes those itself (`StepRecorder`), so that no
-checkpoint is without the steps before it, whatever keeps this process from its work.
+Steps and events are already in their files: rank 0 writes those itself (`StepRecorder`). So no
+checkpoint lacks the steps before it, even if this process is held up.
 """
 
 import json
@@ -47,7 +47,7 @@ from jaxmorph.schedule.timeline import Timeline
 from jaxmorph.training.start_lines import StartLines
 
 PICTURE = "planned_and_measured.png"
-_MOST_JOINED = 8  # steps whose timelines of other replicas may still come
+_MOST_JOINED = 8  # steps for which timelines of other replicas may still arrive
 
 
 class RunRecord:
@@ -55,15 +55,15 @@ class RunRecord:
 
     A file that can't be written, as on a full disk, is reported once, and the run continues.
 
-    It keeps the latest traces, `trace.keep` of them. Traces around changes stay longer: they go
-    only when they fill more than half of the room.
+    It keeps the latest `trace.keep` traces. Traces around changes stay longer: they are removed
+    only while they are more than half of that number.
 
     Args:
         first_step: The step at which the run begins or resumes; later traces are removed.
 
     Attributes:
         stopped: Why the run ended early; empty if it didn't.
-        start_lines: What ranks do that start, for the terminal; someone has to look.
+        start_lines: Shows what starting ranks do, on the terminal; a caller must call `look`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RunRecord:
 
     @property
     def num_recorded(self) -> int:
-        """How many steps of the run are recorded, those before it resumed included."""
+        """How many steps of the run are recorded, including those before it resumed."""
         return self._last_step + 1
 
     @property
@@ -213,7 +213,7 @@ class RunRecord:
 
     def _take_phase(self, phase: str) -> None:
         self._phases[phase] += 1
-        if self._phases[phase] != self._num_reporting:  # of the slowest rank
+        if self._phases[phase] != self._num_reporting:  # the slowest rank ends the phase
             return
         if phase == START:
             self.say("compiling")
@@ -288,7 +288,7 @@ class RunRecord:
 
 
 def _to_drop(traces: Mapping[int, bool], keep: int) -> int:
-    """The earliest trace, of those around changes if they fill over half of the room."""
+    """The earliest trace around a change if those are over half of `keep`, else of the others."""
     too_many = 2 * sum(traces.values()) > keep
     return min(step for step, around_change in traces.items() if around_change == too_many)
 

@@ -1,11 +1,11 @@
 """Ranks change places in the mesh: noticed and decided between steps, carried out between loops.
 
-The rank that records the run watches how long gradients take to be summed over replicas
-(`control.remap`). When it has found a better layout, that goes to all ranks with the scalars that
-end a step. Ranks that get another stage compile it while all still train; once all have it, they
-leave the loop together. `train`, or a script's `Trainer`, then lets ranks send each other the
-states of the stages that they take over, closes the stages, opens them again, and goes on at the
-same step.
+The rank that records the run watches how long the sums of gradients over replicas take
+(`control.remap`). When it has found a better layout, it sends that to all ranks with the scalars
+that end a step. Ranks that get another stage compile it while all still train. Once these are
+ready, all ranks leave the loop together. Then, in `train` or a script's `Trainer`, ranks send each
+other the states of the stages that they take over, close their stages, open the next ones, and
+continue at the same step.
 """
 
 import logging
@@ -57,9 +57,9 @@ class Moves:
     """What ranks do after a step.
 
     Attributes:
-        ranks: The next layout, by replica and stage; empty: none is new.
+        ranks: The next layout, by replica and stage; empty: there is no new one.
         probe: The stages whose ranks time sums over each pair of replicas.
-        again: Pairs of ranks that time a sum of so many bytes, the third number.
+        again: Pairs of ranks that time another sum, each with the bytes of that sum.
         ready: Whether this rank has compiled what it needs for the last layout.
     """
 
@@ -79,8 +79,8 @@ class PairTimes:
     """How many seconds sums took.
 
     Attributes:
-        took_s: That of a stage, over each pair of replicas, such as `0-2`.
-        of_ranks: Those over pairs of ranks that were slow before, such as `1-5`.
+        took_s: The sum of a stage over each pair of replicas, such as `0-2`.
+        of_ranks: Sums over pairs of ranks that were slow before, such as `1-5`.
     """
 
     took_s: Mapping[str, float] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Decision:
     """A better layout, and why.
 
     Attributes:
-        slow: All pairs that it avoids.
+        slow: All pairs that the layout avoids.
     """
 
     layout: Layout
@@ -124,13 +124,13 @@ class Moved:
 
     Attributes:
         step: The next step.
-        stage: The rank's, closed, if it has kept its stage.
-        compiled: Its new stage, if it has another one.
-        state: That one's, on the host.
+        stage: The rank's closed stage, if the rank keeps it.
+        compiled: The rank's new stage, if it gets another one.
+        state: The state of the new stage, on the host.
         slow: The pairs of ranks that the layout avoids, on the rank that decides.
-        skipped: Has counted the steps so far.
+        skipped: Has counted the skipped steps so far.
         began_s: When the step before ended, on the monotonic clock.
-        exchanged_s: How long it took until all had their states.
+        exchanged_s: Seconds from then until all ranks had their states.
     """
 
     layout: Layout
@@ -144,13 +144,13 @@ class Moved:
     exchanged_s: float
 
     def restore(self, opened: StageTrainer) -> None:
-        """Give a stage that has been opened its state, unless it has kept it."""
+        """Restore the state of an opened stage, unless the rank has kept its stage."""
         if self.stage is None:
             opened.restore(self.state)
         self.stage, self.compiled, self.state = None, None, ()
 
     def report(self, recorder: StepRecorder) -> None:
-        """Record that training goes on, and how long it stood still."""
+        """Record that training continues, and how long it was interrupted."""
         opened_s = time.monotonic() - self.began_s - self.exchanged_s
         detail = (
             f"no step between for {self.exchanged_s + opened_s:.2g} s: {self.exchanged_s:.2g} s to "
@@ -172,9 +172,9 @@ class Remapping(Callback):
         last_step: Nothing changes after it.
 
     Attributes:
-        layout: That of the next loop; None: the run stays as it is.
+        layout: The layout of the next loop; None: it doesn't change.
         compiled: This rank's next stage, if that is another one.
-        slow: On the rank that decides, the pairs that it avoids.
+        slow: On the rank that decides, the slow pairs that layouts avoid.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Remapping(Callback):
         return Moves(decision.layout.ranks)
 
     def _to_recheck(self, step: int) -> tuple[tuple[int, int, int], ...]:
-        """The known pairs that are to be timed now: one of each two hosts."""
+        """The known pairs that are to be timed now: one for each pair of hosts."""
         next_step = step + self._config.adaptation.recheck_steps
         self._recheck_at = self._recheck_at or next_step
         if step < self._recheck_at or self._is_busy or self._gradient_sum.direct is None:
@@ -270,7 +270,7 @@ class Remapping(Callback):
         return GOES_ON
 
     def _timed(self, again: Iterable[tuple[int, int, int]], step: int) -> dict[str, float]:
-        """The times of those pairs that have this rank."""
+        """The times of those pairs that include this rank."""
         own, of_run = self._gradient_sum, self._gradient_sum.replicas.all_ranks
         return {
             str(Link(low, high)): own.time_ranks(
@@ -364,7 +364,7 @@ class Remapping(Callback):
         self.slow = tuple(kept)
 
     def _go_back(self) -> None:
-        """Decide for the first layout, unless it is this one."""
+        """Decide to return to the first layout, unless it is in use."""
         first = replace(self._before, ranks=self._config.layout.ranks)
         if first != self._before:
             reason = f"{self._moves_to(first)}: no pair of hosts is slow any more"
@@ -372,7 +372,7 @@ class Remapping(Callback):
             self._deciding.set_result(Decision(first, (), reason))
 
     def _pairs(self, stage: int, of_stage: SumTook) -> list[SlowPair]:
-        """The slow pairs of ranks of a slow stage, once it is known which they are."""
+        """The slow pairs of ranks of a slow stage; none until they are known."""
         peers, took_s = self._before.peers(stage), self._pair_times_s.get(stage, {})
         if len(peers) > 2 and not took_s:
             return []
@@ -390,7 +390,7 @@ class Remapping(Callback):
         began_s = time.monotonic()
         pairs = (*self.slow, *new)
         links = possible_links(self._config.parallelism.stages)
-        # First and last stage also exchange tied gradients: no link that a pipeline runs over.
+        # Without a link of the first and the last stage that only tied gradients take.
         is_falcons = self._config.adaptation.remaps == "pipeline"
         pipeline = self._config.placement.links if is_falcons else ()
         found = choose_layout(self._before, pairs, links, self._predicted_s, pipeline)
@@ -423,8 +423,8 @@ def exchange_states(
 ) -> Parts:
     """The state of this rank's new stage, () if it keeps its own; all ranks call this together.
 
-    A rank gets it over the hosts' network from the one that had its place: on the devices' network
-    the slow pair may be in between.
+    A rank gets it from the rank that had its place, over the hosts' network: on the devices'
+    network the slow pair may be in between.
 
     Args:
         own: The state of its old stage.
@@ -450,7 +450,7 @@ def exchange_states(
 
 
 def _sources(before: Layout, after: Layout, *, divides: bool) -> dict[int, int]:
-    """By each rank that gets another state: the rank that sends it."""
+    """For each rank that gets another state, the rank that sends it."""
     was, sources = before.positions, {}
     for rank, at in after.positions.items():
         if was[rank].stage != at.stage or (divides and was[rank] != at):

@@ -2,9 +2,9 @@
 
 A run directory keeps the observations and their outcomes in `control/`, and those of other replicas
 in folders beside it. Each file begins with the controller's state, so the oldest can be deleted.
-`replay` feeds the observations to the controller again. Under other settings they hold up to the
-first decision that differs; from there `replay` plans itself, and simulates steps with the measured
-delays and op times.
+`replay` feeds the observations to the controller again. Under other settings they are valid up to
+the first decision that differs; from there `replay` plans itself, and simulates steps with the
+measured delays and op times.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ class ObservationLog:
     """Writes the lines of `control/`, on a replica's rank 0."""
 
     def __init__(self, files: ObservationFiles, run: RunToPlan) -> None:
-        self._files, self._run = files, dump(run)  # at 64 stages it takes as long as ten steps
+        self._files, self._run = files, dump(run)  # once: at 64 stages it takes ten steps
         self._num_steps, self._num_bytes = SEGMENT_STEPS, 0
 
     def record(self, before: ControllerState, observation: Observation, result: Advance) -> None:
@@ -113,13 +113,13 @@ class ObservationLog:
     def _write(self, record: bytes, *, begins: bool = False) -> None:
         try:
             self._files.write(record, begins=begins)
-        except OSError as error:  # the run does without
+        except OSError as error:  # the run doesn't need the file
             why = f"cannot be written: {error.strerror}; the run continues"
             write_stderr(f"error: {error.filename or self._files.folder}: {why}")
 
 
 def _record(line: str, parts: bytes) -> bytes:
-    """A line with its checksum, and the bytes that stand apart."""
+    """A line with its checksum, and the bytes that are stored apart from it."""
     return b"".join((with_sum(line).encode(), b"\n", parts))
 
 
@@ -154,7 +154,7 @@ class Moment:
     """An observation and its outcome in the replay.
 
     Attributes:
-        recorded: Its outcome in the run; None after the first difference: it is simulated.
+        recorded: Its outcome in the run; None: it is simulated, after the first difference.
         timeline: The simulated step; None: the observed one.
     """
 
@@ -171,7 +171,7 @@ class Moment:
 
     @property
     def differs(self) -> bool:
-        """Whether the outcome was another one in the run."""
+        """Whether the outcome in the run was different."""
         return self.recorded is not None and self.recorded != _outcome(self.result)
 
     @property
@@ -204,7 +204,7 @@ def replay(run_dir: Path, settings: Adaptation | None = None, replica: int = 0) 
         head = next(lines, None)
         if head is None:  # its writer was killed
             continue
-        # Where ranks started again, or lines could not be written, go on from the file's state.
+        # Where ranks started again, or lines could not be written, continue from the file's state.
         is_gap = recorded is None or dump(recorded) != dump(head.state)
         recorded = head.state
         if state is None or is_gap:
@@ -366,7 +366,7 @@ class _Simulated:
 
 
 def _undecided(state: ControllerState) -> ControllerState:
-    """The state without a pending decision, whose findings stay, for another planning process."""
+    """The state for another planning process: without a pending decision, but with its findings."""
     match state.phase:
         case Changing(change):
             dwell = replace(state.dwell, morphed_step=state.step + 1)
@@ -380,7 +380,7 @@ def _undecided(state: ControllerState) -> ControllerState:
 
 
 def _added_ms(fact: StepObserved, recorded: ControllerState) -> dict[Direction, float]:
-    """The delay of each direction in the run: its median time minus the usual of the route."""
+    """The delay of each direction in the run: its median time minus the route's usual time."""
     added_ms: dict[Direction, float] = {}
     for direction, samples in fact.by_direction.items():
         route = "direct" if samples.is_direct else "delegated"

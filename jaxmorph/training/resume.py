@@ -36,7 +36,7 @@ class RunStart:
         first_step: 0, or the step after the checkpoint that it resumes from.
         directory: The directory of a run that resumes or begins there; None: a new one is made.
         passed_over: Damaged checkpoints that are newer, the newest first.
-        damage: What of the directory's configuration is not used, and why.
+        damage: Which values of the directory's configuration are not used, and why.
     """
 
     config: Config
@@ -58,7 +58,7 @@ class RunStart:
                 _make(self.directory, "run.dir")
             known = (folder_apart(self.config), self.directory)
             opened.enter_context(hold(path for path in known if path is not None))
-            if self.directory is not None:  # until it was held, another process may have used it
+            if self.directory is not None:  # another process may have used it before
                 self._require_last(self.directory)
             directory = opened.enter_context(self._open_directory())
             if self.directory is None:
@@ -119,10 +119,10 @@ def prepare_checkpoints(config: Config, directory: Path) -> None:
 
 
 def try_named_folder(config: Config, directory: Path | None = None) -> None:
-    """Check that checkpoints can be read from their folder, and that one apart can be written to.
+    """Check that the checkpoint folder can be read and, outside of `run.dir`, written to.
 
     Args:
-        directory: Of the run; None: `run.dir`.
+        directory: The run's directory; None: `run.dir`.
     """
     if not config.checkpoint.saves:
         return
@@ -184,7 +184,7 @@ class SavedRun:
 def saved_run(directory: Path, where: str = "run") -> SavedRun:
     """The configuration and the checkpoints in a run's directory.
 
-    No damage to the one keeps the other from being found, if they are in the usual place.
+    If one is damaged, the other is still found, if the checkpoints are in the usual place.
 
     Raises:
         UserError: It is no run's directory, or has neither.
@@ -210,7 +210,10 @@ def saved_run(directory: Path, where: str = "run") -> SavedRun:
 def find_resumption(
     directory: Path, overrides: Sequence[str], *, thorough: bool = True
 ) -> tuple[RunStart, Manifest]:
-    """How a run resumes from its last whole checkpoint, with overrides that fit it; its manifest.
+    """How a run with overrides resumes from its last whole checkpoint.
+
+    Returns:
+        How it resumes, and the checkpoint's manifest.
 
     Raises:
         UserError: There is no such run, no whole checkpoint, or an override would change the model.
@@ -236,7 +239,7 @@ def find_resumption_here(
         path: The configuration's file, which errors name.
 
     Raises:
-        UserError: All checkpoints are damaged, or the configuration is of another model.
+        UserError: All checkpoints are damaged, or the configuration has another model.
     """
     directory = Path(config.run.dir)
     try:
@@ -255,12 +258,12 @@ def start_of_script(config: Config, *, resume: bool) -> RunStart:
     """How a script's run begins.
 
     Args:
-        resume: Resume from the last checkpoint in `run.dir`, if there is one. It has all of its
-            files; their content is verified later (`verification`).
+        resume: Resume from the last checkpoint in `run.dir`, if there is one. Here only the lengths
+            of its parts' files are checked; `verification` reads them later.
 
     Raises:
-        UserError: The checkpoint is another model's, `checkpoint.dir` has another run's, or all are
-            damaged.
+        UserError: The checkpoint is of another model, `checkpoint.dir` has checkpoints of another
+            run, or all checkpoints are damaged.
     """
     config, directory = with_absolute_folder(config), Path(config.run.dir)
     if not resume or not (directory / CONFIG).is_file():
@@ -279,7 +282,7 @@ def _newest(
 ) -> tuple[Manifest | None, tuple[DamagedCheckpoint, ...]]:
     """The manifest of the last whole checkpoint, and the damaged ones that are newer."""
     step, passed_over = run.folder.newest_whole(thorough=thorough)
-    if step is None and passed_over:  # to begin again would be to lose what they still hold
+    if step is None and passed_over:  # a new start would lose what they still hold
         raise no_checkpoint(run.folder, passed_over)
     return None if step is None else run.folder.manifest(step), passed_over
 
@@ -294,10 +297,10 @@ def _resumed(
     """How a run resumes in a configuration's `run.dir`.
 
     Args:
-        num_steps: The run's; None for a script.
+        num_steps: The number of the run's steps; None for a script.
     """
     was, damage = _trusted_config(run, manifest, is_script=num_steps is None)
-    # By which name the directory was reached is no matter.
+    # The name by which the directory was reached doesn't matter.
     was = was.model_copy(update={"run": was.run.model_copy(update={"dir": config.run.dir})})
     _require_agreement(config, was, manifest, num_steps)
     return RunStart(config, manifest.step, Path(config.run.dir), passed_over, damage)
@@ -306,12 +309,12 @@ def _resumed(
 def _trusted_config(
     run: SavedRun, manifest: Manifest, *, is_script: bool = False
 ) -> tuple[Config, str]:
-    """The run's configuration as far as the checkpoint resumes with it; why not all of it is used.
+    """The run's configuration as far as it fits the checkpoint; why the rest of it is not used.
 
     Damage to the file can change a value into another valid one. A value that does not fit the
-    checkpoint is replaced; `resumed` names others (`run_checkpoints`).
+    checkpoint is replaced; the event `resumed` lists other changes (`run_checkpoints`).
     """
-    # Damaged, it has its checkpoints in the usual place, wherever they were meant to be.
+    # If it is damaged, `saved_run` has found the checkpoints in the usual place.
     folder = None if run.damage or run.config is None else run.config.checkpoint.dir
     of_checkpoint = _saving_to(folder, manifest.config)
     if run.config is None:
@@ -339,7 +342,7 @@ def _require_agreement(
 
 
 def no_checkpoint(folder: CheckpointFolder, passed_over: Sequence[DamagedCheckpoint]) -> UserError:
-    """The mistake to resume from a folder without a whole checkpoint."""
+    """The error for a folder without a whole checkpoint to resume from."""
     if not passed_over:
         return UserError(
             f"--resume: got no checkpoint in {folder.path}, expected one: the run's section "
@@ -393,7 +396,7 @@ def check_vocabulary(manifest: Manifest, vocab_size: int) -> None:
 
 
 def check_data(manifest: Manifest, config: Config, data: DataDigest) -> None:
-    """Require the data that the checkpoint was trained on, unless other data are named."""
+    """Require the data that the checkpoint was trained on, unless `config` names other data."""
     now, then = config.data, manifest.config.data
     names = [
         (section.factory, section.path, section.tokenizer, section.token_dtype)
@@ -436,7 +439,7 @@ def _disagreements(
 
 
 def _other_model(config: Config, manifest: Manifest) -> Iterator[tuple[str, object, str]]:
-    # Where the module is says nothing of the model, and it may be elsewhere by now.
+    # The module's folder doesn't decide which model it is, and may have changed.
     moved = manifest.config.model.model_copy(update={"folder": config.model.folder})
     left_out = {"folder", "weights", *changeable_options(moved)}
     now, then = _model_options(config, left_out), _model_options(manifest.config, left_out)
@@ -461,7 +464,7 @@ def hold(folders: Iterable[Path]) -> Iterator[None]:
     """Lock folders for this process, by a file in each; a process that dies releases its locks.
 
     A folder that is missing, can't be written to, or has a file system without locks stays
-    unlocked; the next write to it reports the first two.
+    unlocked; the next write to it reports the first two cases.
 
     Raises:
         UserError: Another process holds one of them.

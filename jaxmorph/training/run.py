@@ -88,13 +88,13 @@ class Run:
         config: As this rank's replica sees it (`Config.of_replica`).
         of_all: As all replicas see it, with what `schedule.placement: auto` became.
         checkpoints: None for a script's run without a directory.
-        taken: Which kernels the model takes on this device, in words.
+        taken: Which kernels the model uses on this device, in words.
         unreached: The parameters that no gradient reaches.
         conditions: Emulated on the replica's links.
         of_sums: Emulated between this stage's ranks, by replica.
-        first_step: The step at which the run begins, resumes, or goes on after a remap.
-        slow: The pairs of ranks that its layout avoids.
-        skipped: Has counted the steps before ranks changed places; None: they have not.
+        first_step: The step at which the run begins, resumes, or continues after a remap.
+        slow: The slow pairs of ranks that the layout avoids.
+        skipped: Has counted skipped steps before ranks changed places; None: they have not.
     """
 
     config: Config
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def begins(self) -> bool:
-        """Whether it starts or resumes here, and has not only moved its ranks."""
+        """Whether the run starts or resumes here; False if ranks have only changed places."""
         return self.skipped is None
 
     @property
@@ -140,7 +140,7 @@ class Run:
         return [self.settings.layers[stage] for stage in own_stages]
 
     def open_stage(self, moved: Moved | None = None) -> AbstractContextManager[StageTrainer]:
-        """Compile this rank's stage, unless it has it; all ranks call this at the same point."""
+        """Open this rank's stage, compiled if need be; all ranks call this at the same point."""
         return open_stage(
             self.config,
             self.rendezvous,
@@ -155,12 +155,12 @@ class Run:
         """The stage at another position of the mesh, compiled for this rank.
 
         Args:
-            own: Its present one, whose programs may be the same.
+            own: The rank's present stage, whose programs may be the same.
         """
         settings = replace(self.settings, replica=replace(self.replicas.own, index=at.replica))
         if is_compiled_alike(self.settings, self.rendezvous.rank, settings, at.stage):
             return own.compiled
-        # What is stamped is what the rank does, which trains meanwhile.
+        # Without stamps: they say what the rank does, which trains meanwhile.
         return compile_stage(self.model, settings, at.stage, own.submesh, lambda doing: None)
 
     def restore(self, stage: StageTrainer, moved: Moved | None = None) -> None:
@@ -188,10 +188,10 @@ def load_run(
 
     Args:
         rendezvous: Of all ranks.
-        microbatch: Arrays of one; None: a script's come later, and layers are measured on zeros.
+        microbatch: Returns the arrays of one; None for a script: layers are measured on zeros.
         shapes: The data of one microbatch; None: the configured text's.
         optimizer: None: the configuration's AdamW.
-        moved: Where ranks are now, if they have changed places; the model has been checked.
+        moved: Where ranks are now, if they have changed places; the model is not checked again.
         cut: How the layers were cut before.
         restarts: How often the run was restarted; emulated cuts end with a restart, and the model
             is not checked again.
@@ -262,7 +262,7 @@ def plan_run(run: Run, stage: StageTrainer, inputs: StepInputs, *, evaluates: bo
     """Measure a few steps and plan; degraded links known from an earlier launch are planned for.
 
     Args:
-        inputs: The data of each of these steps, of the longest length; they update nothing.
+        inputs: The data of each of these steps, of the longest length; the steps update nothing.
         evaluates: Whether the run may evaluate between steps.
     """
     within = with_device_budget(run.config, run.rendezvous, stage)
@@ -288,7 +288,7 @@ def plan_run(run: Run, stage: StageTrainer, inputs: StepInputs, *, evaluates: bo
 
 @dataclass(frozen=True)
 class Training:
-    """The loop, and what its caller asks about it."""
+    """The loop, and the parts that its caller uses."""
 
     loop: Loop
     recording: Recording
@@ -299,7 +299,7 @@ class Training:
     room: HostRoom | None = None
 
     def finish(self) -> str:
-        """Wait for the save that is under way; why the last save failed, or ""."""
+        """Wait for the save in progress; returns why the last save failed, or ""."""
         return "" if self.saver is None else self.saver.finish()
 
 
@@ -308,12 +308,12 @@ def fail_together(rendezvous: Rendezvous, unwritten: str, why_stop: str, unsaved
 
     Args:
         rendezvous: Of all ranks.
-        unwritten: Rank 0's file that can't be written, and why; "" if all are.
+        unwritten: The file that rank 0 can't write, and why; "" if there is none.
         why_stop: Why the run gave up, the same on all ranks; "" if it didn't.
         unsaved: On rank 0, why the last state was not saved; "" if it was.
 
     Raises:
-        RunFailedError: Any of them is not empty.
+        RunFailedError: One of the three is not empty.
     """
     if unwritten := agree(rendezvous, str, unwritten):
         raise RunFailedError(unwritten)
@@ -366,7 +366,7 @@ def begin_training(
         if run.leads and checkpoints is not None:
             where = checkpoints.directory, run.replicas.own.index
             known_links = KnownLinks(run.config, links_file(*where), run.cut.layers)
-            if checkpoints.directory.is_dir():  # replica 0's host may have it alone
+            if checkpoints.directory.is_dir():  # only replica 0's host may have it
                 observations = ObservationFiles(control_folder(*where))
         if run.records and checkpoints is not None:
             lines = opened.enter_context(closing(RunLines(checkpoints.directory)))
@@ -440,9 +440,9 @@ def begin_training(
 def _sender(
     run: Run, send: Callable[[RunMessage], None]
 ) -> tuple[deque[ReplicaMessage] | None, Callable[[RunMessage], None]]:
-    """A replica's messages for the replica that records, and the receiver of its messages.
+    """The messages that a replica keeps for the one that records, and what takes its messages.
 
-    Of other replicas than that one only events, timelines and degraded links are recorded.
+    Of the other replicas, only events, timelines and degraded links are recorded.
     """
     if run.replicas.own.is_alone or not run.leads:
         return None, send
@@ -480,7 +480,7 @@ def _announce(
 
 
 def device_in_words(device: Any, settings: StageSettings) -> Iterator[str]:
-    """What rank 0 computes on, what is set for it, and what no GPU has shown to work yet."""
+    """What rank 0 computes on, what is set for it, and what is not verified on GPUs yet."""
     yield f"rank 0 computes on {device.device_kind}"
     if device.platform == "cpu" or settings.num_ranks == 1:
         return

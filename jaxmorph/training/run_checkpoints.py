@@ -31,8 +31,8 @@ class TrainedOn:
     """What a checkpoint records about the data.
 
     Attributes:
-        vocab_size: 0: a script's run, or data of one's own that name no vocabulary
-            (`Manifest.is_of_script` tells them apart).
+        vocab_size: 0 for a script's run, or for a user's own data that name no vocabulary
+            (`Manifest.is_of_script` distinguishes them).
     """
 
     vocab_size: int = 0
@@ -59,7 +59,7 @@ class RunCheckpoints:
 
     @property
     def is_in_a_v(self) -> bool | None:
-        """Whether the checkpoint's stages, if there are as many, are in a V; else None."""
+        """Whether the checkpoint's stages are in a V; None without one of as many stages."""
         then = self._manifest and self._manifest.config
         if then is None or then.parallelism.stages != self._config.parallelism.stages:
             return None
@@ -77,7 +77,7 @@ class RunCheckpoints:
         return LayerChoice(kept) if kept else None
 
     def origin(self, layers: Sequence[range], trained_on: TrainedOn) -> str:
-        """The checkpoint that the run resumes from, and what is not as it was, in words."""
+        """The checkpoint that the run resumes from, and what has changed since, in words."""
         if self._manifest is None:
             return "from the beginning"
         changes = _changes(self._manifest, self._config, trained_on.data)
@@ -105,7 +105,7 @@ class RunCheckpoints:
                 trainer.restore(trainer.own_shares([read(own) for own in own_layers]))
 
     def _is_divided_alike(self, shares: Shares, own_layers: Sequence[range]) -> bool:
-        """Whether a replica's share of a rank's stages is a part of the checkpoint as it is."""
+        """Whether the checkpoint has each share of the rank's stages as a separate part."""
         if self._manifest is None:
             return False
         then, now = self._manifest.config, self._config
@@ -125,7 +125,7 @@ class RunCheckpoints:
         recorder: StepRecorder,
     ) -> CheckpointSaver:
         """The saver, whose events go to the recorder."""
-        # Replicas have the same state, but for what they divide; those that write nothing wait too.
+        # Replicas differ only in what they divide. Those that write nothing wait for the save too.
         writes = replicas.own.index == 0 or self._config.num_optimizer_shares > 1
         describe = partial(
             Manifest,

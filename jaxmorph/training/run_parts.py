@@ -41,7 +41,7 @@ def device_work(
     num_devices = config.parallelism.num_ranks * config.parallelism.tensor
     try:
         return DeviceWork.of(model, microbatch, config.batch.microbatches, num_devices)
-    except Exception as error:  # of operations that are new to JAX: no reason not to train
+    except Exception as error:  # such as of operations new to JAX; training continues
         _log.warning("the model's FLOPs can't be counted: %s", in_one_line(error))
         return None
 
@@ -104,10 +104,10 @@ def load_parts(config: Config) -> RunParts:
 
 
 def require_same_data(config: Config, rendezvous: Rendezvous, data: DataDigest) -> None:
-    """Require the same data on all ranks, of which one reads the inputs and another the targets.
+    """Require the same data on all ranks: one rank reads the inputs, another the targets.
 
     Raises:
-        UserError: They differ; on all ranks alike.
+        UserError: The data differ; raised on all ranks.
     """
     found = gather(rendezvous, DataDigest, data)
     other = next((rank for rank, each in enumerate(found) if each != found[0]), 0)
@@ -136,15 +136,15 @@ def check_together(
 ) -> tuple[str, ...]:
     """Check a model once the ranks have joined; returns the parameters that no gradient reaches.
 
-    A model may choose by its device what it does, so nothing is traced before. The last rank checks
-    for all: others may share its host. Models that come with jaxmorph are not checked on text, as
-    its own tests do that: of a large vocabulary it takes seconds.
+    What a model does may depend on its device, so nothing is traced before. Only the last rank
+    checks: others may share its host. jaxmorph's own models are not checked on text: its tests do
+    that, and with a large vocabulary it takes seconds.
 
     Args:
-        microbatch: Arrays of one; None: a script's come later.
+        microbatch: Returns the arrays of one; None for a script, whose batches come later.
 
     Raises:
-        UserError: The model would be trained wrongly, on all ranks alike.
+        UserError: The model would be trained wrongly; raised on all ranks.
     """
     unreached: tuple[str, ...] = ()
     with raised_together(rendezvous), in_users_code("embed with split parameters", model.embed):
@@ -186,7 +186,7 @@ def _is_text(inputs: Tree) -> bool:
 
 
 def _text_of(config: Config) -> tuple[Batches, Batches | None, str, int, DataDigest]:
-    """The text's batches, held-out ones, source and vocabulary, and its digest."""
+    """The text's batches, its held-out batches, source, vocabulary size and digest."""
     data, batch = config.data, config.batch
     whole = load_tokens(data.path, data.tokenizer, data.token_dtype, data.vocab_size)
     tokens, held_out = hold_out(whole, data.held_out_fraction)
@@ -211,10 +211,10 @@ def step_reader(
     stage: StageTrainer,
     replica: Replica = ALONE,
 ) -> Callable[[int], StepInputs]:
-    """A function from a step's number to what the rank's stage reads of its data.
+    """A function that returns what the rank's stage reads of the data of a step.
 
     Args:
-        rank: Its number among those of its replica.
+        rank: The rank's number in its replica.
     """
     placement = config.placement
     is_first, is_last = rank == placement.first.rank, rank == placement.last.rank

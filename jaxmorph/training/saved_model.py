@@ -117,8 +117,8 @@ def continuation(
 ) -> Iterator[int]:
     """Draw the tokens that follow a prompt, one by one.
 
-    Each token is predicted from the last `sequence_length` tokens before it. They are computed
-    again for every token, without a cache: one program is compiled, for any causal model.
+    Each token is predicted from the last `sequence_length` tokens before it. All of them are
+    computed again, without a cache: one program is compiled, for any causal model.
 
     Args:
         params: The whole model's (`join_stages`).

@@ -44,15 +44,15 @@ def join(
 ) -> None:
     """Join the script's other processes, in a script that uses JAX before it makes its `Trainer`.
 
-    JAX must know all processes before it computes anything. A trainer that is made first joins
-    them by itself.
+    JAX must know all processes before it computes anything. A trainer that is made before that
+    joins them itself.
 
     Args:
         start_timeout_s: How long to wait for the other processes.
         step_timeout_s: How long a transfer on CPU waits for its peer. The trainer's configuration
             comes too late to set it.
-        tensor: The most `parallelism.tensor` of a trainer of this process.
-        fails_over: Whether links of one fail over, with `failover.enabled` or `adaptation.enabled`.
+        tensor: The largest `parallelism.tensor` of this process's trainers.
+        fails_over: Whether their links fail over, with `failover.enabled` or `adaptation.enabled`.
 
     Raises:
         UserError: JAX has already computed something, or can't place this process in its job.
@@ -148,9 +148,9 @@ def _join(joining: Joining, least_threads: int) -> Rendezvous:
 def end_on_uncaught_errors() -> None:
     """From now on an uncaught error ends this process as soon as it is printed.
 
-    In Python's clean-up JAX would wait for minutes for the other ranks. Without it, the cluster's
-    launcher and the other ranks, by their connections, notice the end at once. The exit code is 2
-    for a `UserError`, else 1. `sys.exit` doesn't come here (`end_if_failed`).
+    During Python's clean-up JAX would wait minutes for the other ranks. Without a clean-up, the
+    cluster's launcher notices the end at once, and so do the other ranks, by their connections. The
+    exit code is 2 for a `UserError`, else 1. `end_if_failed` handles `sys.exit`.
     """
     print_error = sys.excepthook
 
@@ -165,7 +165,7 @@ def end_on_uncaught_errors() -> None:
 def end_if_failed(ending: SystemExit) -> None:
     """End this process at once if `sys.exit` was called with a failure, as uncaught errors do.
 
-    Like Python, print a text, and end with exit code 1.
+    If the code is a text, print it and end with exit code 1, as Python does.
     """
     code = ending.code
     if not _ends_at_once or code is None or code == 0:
@@ -237,13 +237,13 @@ def _named_directory(source: Source) -> Path | None:
     """The directory that `run.dir` names."""
     tree = read_sections(source) if isinstance(source, str | Path) else _tree(source)
     run = tree.get("run")
-    default = Run().dir if isinstance(source, Config) else None  # a `Config` always has some
+    default = Run().dir if isinstance(source, Config) else None  # a `Config` always has a directory
     named = run.get("dir") if isinstance(run, Mapping) else None
     return Path(named) if isinstance(named, str) and named != default else None
 
 
 def sections_without_effect(config: Config, directory: Path | None = None) -> list[str]:
-    """The configured sections that a trainer ignores, but for where it keeps compiled programs."""
+    """The configured sections that a trainer ignores, except for `compilation_cache`."""
     names = _OF_COMMAND if directory else sorted(_OF_COMMAND + _OF_RUN_DIRECTORY)
     kept = config.restart_policy.compilation_cache
     if kept is True and not directory:  # there is no run directory to keep them in
@@ -318,14 +318,14 @@ def cut_batch(
     """Cut a batch into microbatches; returns what a rank reads of it.
 
     Args:
-        rank: Its number among those of its replica.
+        rank: The rank's number in its replica.
         batch: Tokens and targets, integers [batch, sequence] each, or already cut: [microbatches,
             microbatch size, sequence]; or trees of `shapes`: inputs, targets, and maybe extras.
             Where targets are one array of integers, those below 0 don't count.
-        vocab_size: Of the model, whose embedding would take other ids for some of its own; None:
-            not known.
+        vocab_size: The model's. Ids beyond it are refused: the embedding would take them for other
+            ids. None: not known.
         shapes: The data of one microbatch; None: the configured text's.
-        reads_extras: Whether the rank's stage takes some.
+        reads_extras: Whether the rank's stage takes extras.
     """
     inputs, targets, extras = trees = parts_of(batch)
     sizes = config.batch
@@ -374,10 +374,10 @@ def _length_index_of(trees: tuple[Tree, Tree, Mapping[str, Tree]], shapes: Micro
 def example_shapes(
     example: Sequence[Any] | None, config: Config, shorter: Sequence[Sequence[Any]] = ()
 ) -> MicrobatchShapes | None:
-    """The shapes of one microbatch of batches like the examples; None without one.
+    """The shapes of one microbatch of batches like the examples; None without examples.
 
     Raises:
-        UserError: An example is no batch, or of another size than the configured one.
+        UserError: An example is not a batch, or not of the configured size.
     """
     if example is None:
         if shorter:

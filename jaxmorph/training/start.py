@@ -72,7 +72,7 @@ def resume_or_start(path: Path, overrides: Sequence[str], launch: str = "auto") 
     The same command therefore starts a run, and continues it however often it was ended.
 
     Returns:
-        Why there was nothing to do, on one task of a job; "" otherwise.
+        Why there was nothing to do (in a job, on rank 0 only); "" otherwise.
     """
     config = with_absolute_folder(load_config(path, overrides))
     directory = Path(config.run.dir)
@@ -88,7 +88,7 @@ def resume_training(directory: Path, overrides: Sequence[str], launch: str = "au
     """Resume a run from its last checkpoint, and run it to its end.
 
     Returns:
-        Why there was nothing to do, on one task of a job; "" otherwise.
+        Why there was nothing to do (in a job, on rank 0 only); "" otherwise.
     """
     find = partial(find_resumption, directory, overrides)
     return _resume(find, directory, (directory / CONFIG, overrides), launch) or ""
@@ -100,7 +100,7 @@ def _resume(
     origin: tuple[Path, Sequence[str]],
     launch: str,
 ) -> str | None:
-    """Resume what `find` finds; why there was nothing to do, or None if there is no checkpoint.
+    """Resume what `find` finds; returns why there was nothing to do, None without a checkpoint.
 
     Args:
         origin: The file and the overrides that errors name.
@@ -123,7 +123,7 @@ def _resume(
 def _check_resumption(
     config: Config, directory: Path, origin: tuple[Path, Sequence[str]], manifest: Manifest
 ) -> None:
-    """Report mistakes before steps after a checkpoint are trained."""
+    """Report mistakes before training continues after a checkpoint."""
     with locating_errors(*origin):
         parts = check_run(without_weights(config))
         check_vocabulary(manifest, parts.vocab_size)
@@ -164,7 +164,7 @@ def _is_in_job(launch: str) -> bool:
 def _run(
     start: RunStart, launch: str, check: Callable[[Manifest], None] = lambda manifest: None
 ) -> str:
-    """Run to the end; why there was nothing to do, on one task of a job.
+    """Run to the end. Returns why there was nothing to do, on rank 0 of a job; "" otherwise.
 
     Args:
         check: Checks that steps after a checkpoint can be trained.
@@ -179,10 +179,10 @@ def run_here(start: RunStart, reporter: Reporter | None = None) -> bool:
     """Run a checked configuration to its end, with one process per stage on this machine.
 
     Returns:
-        Whether it was asked to end during its last step.
+        Whether the run was asked to end during its last step.
 
     Raises:
-        RunStoppedError: It was asked to end earlier, and has saved.
+        RunStoppedError: The run was asked to end earlier, and has saved.
     """
     with start.open_record(reporter) as record, signals_interrupt():
         config, directory = start.config, record.directory
@@ -202,7 +202,7 @@ def _launch(
     restarts: int,
     take: Callable[[RunMessage], None],
 ) -> signal.Signals | None:
-    """Launch the run's ranks on this machine; the signal for which they were asked to end."""
+    """Launch the run's ranks on this machine; returns the signal that asked them to end, if any."""
     directory = record.directory
     if restarts:
         prepare_checkpoints(config, directory)  # the last launch may have left unfinished ones

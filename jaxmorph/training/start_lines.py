@@ -1,4 +1,4 @@
-"""Says every few seconds what ranks that start do, so that a slow start differs from a dead one."""
+"""Says every few seconds what starting ranks do, so that a slow start doesn't look dead."""
 
 import threading
 import time
@@ -14,11 +14,11 @@ _WAITS = "waits for rank "  # as `rendezvous` stamps it
 _NOTHING_YET = "loads Python and its libraries"
 
 Doing = Mapping[int, str]
-"""What each rank does, in words; empty for one that has yet to say so."""
+"""What each rank does, in words; empty for a rank that has not reported yet."""
 
 
 def in_words(doing: Doing) -> str:
-    """What ranks do, in one line: those that only wait for others are left out.
+    """What ranks do, in one line, without ranks that only wait for others.
 
     >>> in_words({0: "starts, waits for rank 1", 1: "starts, compiling 4 of 7 programs"})
     'rank 1: starts, compiling 4 of 7 programs'
@@ -36,7 +36,7 @@ def in_words(doing: Doing) -> str:
 
 
 class StartLines:
-    """The lines about one start after the other.
+    """Shows lines about each start of the ranks.
 
     Args:
         say: Takes a line.
@@ -58,11 +58,11 @@ class StartLines:
         self._is_over.clear()
 
     def end(self) -> None:
-        """They have started."""
+        """The ranks have started."""
         self._is_over.set()
 
     def look(self, doing: Callable[[], Doing | str]) -> None:
-        """Say what ranks do, if they start and it is time for a line."""
+        """Say what ranks do, if they are starting and a line is due."""
         now_s = self._clock()
         if not self._is_over.is_set() and now_s - self._said_s >= _EVERY_S:
             self._said_s = now_s
@@ -71,7 +71,7 @@ class StartLines:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Begin, and say on a thread what this process does or waits for, until that is over."""
+        """Within this context, say on a thread what this process does or waits for."""
         self.begin()
         threading.Thread(target=self._look_regularly, name="start lines", daemon=True).start()
         try:

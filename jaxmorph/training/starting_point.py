@@ -1,8 +1,8 @@
 """The state of a run's links before its first step, and its home plan: the one for healthy links.
 
 A link may be slow before its first measurement, when a run begins or resumes. Then its measured
-times are not its usual ones. Those come from the other links, or from what an earlier start of the
-run has recorded.
+times are not its usual ones. Its usual times then come from the other links, or from the record of
+an earlier start of the run.
 """
 
 import json
@@ -42,9 +42,9 @@ class StartingPoint:
     """The start of adaptation.
 
     Attributes:
-        detector: It has seen the steps before the first one, and has the links that are slow from
-            the start as slow.
-        home: The plan that comes back once all links are healthy.
+        detector: Has observed the steps before the first one, and counts the links that are slow
+            from the start as slow.
+        home: The plan that is restored once all links are healthy.
     """
 
     detector: Detector
@@ -105,7 +105,7 @@ def _begun_detector(
     usual: UsualLinks,
     known: Sequence[KnownDirection],
 ) -> Detector:
-    """A detector that has seen some steps, and has the slow and known directions as degraded."""
+    """A detector that has observed some steps, with slow and known directions as degraded."""
     detector = Detector()
     last: StepSamples = {}
     for step, ranks in enumerate(steps, start=-len(steps)):
@@ -126,8 +126,8 @@ def _begun_detector(
 def _with_delegated_times(detector: Detector, usual: UsualLinks, routes: Routes) -> Detector:
     """The detector with the delegated times of links that are direct.
 
-    With few microbatches the steps before the first one make no baseline, and later ones none for a
-    route that is not taken.
+    With few microbatches the steps before the first one give no baseline. Later steps give none
+    for a route that is not taken.
     """
     for direction in detector.directions:
         delegated_ms = _usual_ms(direction, usual).get(False)
@@ -175,9 +175,9 @@ def known_links(
 ) -> tuple[KnownDirection, ...]:
     """The slow and dead directions that an earlier start of the run recorded; rank 0 reads them.
 
-    All ranks call this at the same point and get the same. A record of another pipeline is ignored.
+    All ranks call this at the same point and get one result. Another pipeline's record is ignored.
     """
-    if not config.adapts:  # it would delegate them for ever
+    if not config.adapts:  # such a run would delegate them for ever
         return ()
     own = _read(path, _pipeline(config, layers)) if rendezvous.rank == 0 else ()
     directions = agree(rendezvous, tuple[KnownDirection, ...], own)

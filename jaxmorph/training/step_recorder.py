@@ -1,4 +1,4 @@
-"""Turns the ranks' reports into step records and events, on a thread of rank 0's.
+"""Turns the ranks' reports into step records and events, on a thread of rank 0.
 
 Steps and events are written to the run directory here. They and all other messages
 (`jaxmorph.messages`) then go to `record.RunRecord`, in the process that the user started.
@@ -68,8 +68,8 @@ class StepRecorder:
         active: True on rank 0; on other ranks every call does nothing.
         loop: The controller, which observes each step.
         known_links: Finds changes in degraded links to keep for a restart; None: none are kept.
-        work: Finds what devices compute in a step; if None, no speed of theirs is recorded.
-        members: The run's number of each rank of the replica; none: their own.
+        work: Returns what devices compute in a step; if that is None, their speed is not recorded.
+        members: The run's number of each rank of the replica; empty: as in the replica.
         lines: Where steps and events are written before they are sent; None: a run
             without a directory.
     """
@@ -185,7 +185,7 @@ class StepRecorder:
         return {"made_under": self._plan.in_words(), "link_states": links}
 
     def on_disk(self) -> Future[None]:
-        """Done once all steps and events up to this call are on disk; it holds the error if not."""
+        """A future that is done once all steps and events so far are on disk, or has the error."""
         if self._thread is not None and self._syncing is not None:
             written = self._thread.submit(self._raise_error)  # it runs after all that is queued
             return self._syncing.submit(self._sync, written)
@@ -475,12 +475,12 @@ class TracedSteps:
 
     def _send_timelines(self, step: _StepTimelines, *, around_change: bool) -> None:
         self._waiting.append((step, around_change))
-        if len(self._waiting) > _MOST_WAITING:  # steps are shorter than simulating one
+        if len(self._waiting) > _MOST_WAITING:  # a step takes less time than its simulation
             self._send_one(1)
 
     def _send_simulated(self) -> None:
         while self._waiting:
-            # One at a time: a plan that is asked for meanwhile waits for no other.
+            # One at a time, so that a plan that is requested meanwhile waits for no second one.
             self._simulating = self._simulating or self._simulate(self._waiting[0][0].expected)
             if not self._simulating.done():
                 return

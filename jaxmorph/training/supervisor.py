@@ -1,8 +1,8 @@
 """Launches a run's ranks, and restarts them from the last checkpoint when a rank fails.
 
-Only a rank's failure leads to a restart: a user's mistake would come again. Ctrl-C and SIGTERM end
-the run at any time, also while it waits to restart. A start that a stranger has ended, before the
-ranks have met, is repeated at once at another port.
+Only a rank's failure leads to a restart: a user's mistake would recur. Ctrl-C and SIGTERM end the
+run at any time, even while it waits to restart. If a process that isn't the run's ends a start
+before the ranks have met, the start is retried at once at another port.
 """
 
 import signal
@@ -19,11 +19,11 @@ from jaxmorph.runtime.launcher import PlaceTakenError, RankFailedError
 from jaxmorph.training.ledger import Ledger
 from jaxmorph.training.record import RunRecord
 
-_MOST_STARTS = 3  # of one launch, where strangers end them
+_MOST_STARTS = 3  # of one launch, if processes that aren't the run's end them
 
 Launch = Callable[[int, int, Callable[[RunMessage], None]], signal.Signals | None]
 """Runs all ranks to their end, given the first step, the number of restarts so far, and a function
-that takes their messages; returns the signal for which they were asked to end, if any."""
+that takes their messages; returns the signal that asked them to end, if any."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Supervisor:
         """Run the ranks to their end, with restarts.
 
         Returns:
-            The signal for which they were asked to end, if any.
+            The signal that asked them to end, if any.
 
         Raises:
             RankFailedError: A rank has failed, and the run can't or may not restart again.
@@ -92,7 +92,7 @@ class Supervisor:
         return self._asked_by
 
     def _run_once(self, launch: Launch, first_step: int, restarts: int) -> int | None:
-        """Launch once; the first step of the next launch, or None if the run is over."""
+        """Launch once; returns the first step of the next launch, or None if the run has ended."""
         try:
             self._asked_by = self._launch(launch, first_step, restarts)
         except RankFailedError as failure:

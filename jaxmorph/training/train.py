@@ -46,8 +46,8 @@ def train(
     """Train as one rank of a run.
 
     Args:
-        send: Takes rank 0's messages, and every rank's phases of its start.
-        first_step: 0, or the steps that the checkpoint has done.
+        send: Takes rank 0's messages, and from every rank the phases of its start.
+        first_step: 0, or the number of steps done at the checkpoint.
         stop_asked: Whether this process has been asked to save and end.
 
     Returns:
@@ -65,14 +65,14 @@ def train(
     try:
         parts = load_parts(config)
     except UserError as error:
-        # It was read before: its storage may be back at the next restart.
+        # An earlier start could read the file: its storage may be back at the next restart.
         if restarts > 0 and isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         raise
     require_same_data(config, rendezvous, parts.data)
     moved: Moved | None = None
     cut: LayerChoice | None = None
-    while True:  # once, but for ranks that change places
+    while True:  # once, unless ranks change places
         run = load_run(
             config,
             rendezvous,
@@ -172,7 +172,7 @@ def _run_rank(arguments: RankArguments, link: LauncherLink, rest: list[str]) -> 
     config, directory = load_config(Path(config_path)), Path(config_path).parent
     progress.phase("joins the other ranks", config.timeouts.start_s)
     rendezvous = join_run(arguments, Joining.of(config))
-    # As a task of a job. A terminal's Ctrl-C reaches only the launcher.
+    # Signals act as in a task of a job, but a terminal's Ctrl-C reaches only the launcher.
     with signals_ask(config.checkpoint.stop_within_s, link.stop_asked):
         train(
             config,

@@ -88,7 +88,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class _Begun:
-    """What ranks tell one another when a step begins."""
+    """What ranks send one another when a step begins."""
 
     length_index: int
     stop_asked: bool
@@ -101,28 +101,29 @@ class Trainer:
 
     Every process of a script makes one `Trainer`, and all make the same calls. A single stage needs
     no launcher; `jaxmorph launch --stages N SCRIPT` starts N processes on this machine, and a
-    cluster has a launcher of its own. With several processes, make the trainer before JAX computes
+    cluster has its own launcher. With several processes, make the trainer before JAX computes
     anything. Use it in a `with` statement, or call `close`.
 
     Args:
         model: Embedding, layers and head as pure functions (`PipelineModel`).
         config: The configuration of `jaxmorph train`: a mapping of sections, the path of a YAML
             file, or a `Config`. `parallelism.stages` defaults to the number of processes, divided
-            by `parallelism.data`. With `run.dir` the run is written there, and with a section
-            `checkpoint` it is saved. Keys about the model, the data (except `sequence_length`) and
-            evaluation have no effect.
-        optimizer: An Optax transformation that updates each number by itself; None: the
+            by `parallelism.data`. With `run.dir` the run's records are written there; with a
+            section `checkpoint` its state is saved too. Keys about the model (except `weights`),
+            the data (except `sequence_length`) and evaluation have no effect.
+        optimizer: An Optax transformation that updates each number independently; None: the
             configuration's AdamW. Gradients are clipped to `optimizer.clip_norm` first.
-        example: A batch for `step`, of which only shapes and dtypes count, where inputs and targets
-            are not tokens of text, the model takes extras, or batches have a few lengths.
+        example: A batch for `step`; only its shapes and dtypes count. It is needed if inputs and
+            targets are not tokens of text, the model takes extras, or batches differ in length.
         shorter: A batch of each other length, longest first; `example` is then the longest.
         resume: Resume from the last whole checkpoint in `run.dir`, if there is one; the first batch
             is then that of `next_step`.
 
     Attributes:
-        rank: The number of this process: at first its stage in replica 0, and so on.
-        layers: The layers of each of its virtual stages; several only with chunks. Other ones once
-            ranks have changed places (`adaptation.remaps`).
+        rank: The number of this process. At first the stages of replica 0 have the lowest numbers,
+            then those of replica 1, and so on.
+        layers: The layers of each of this rank's virtual stages; several only with chunks. They
+            may change when ranks change places (`adaptation.remaps`).
 
     Raises:
         UserError: Model, configuration, optimizer and processes don't fit each other.
@@ -201,7 +202,7 @@ class Trainer:
         return self._next_step
 
     def restore(self, state: Sequence[Any], next_step: int) -> None:
-        """Continue from an earlier state, which may be another trainer's of the same stages.
+        """Continue from an earlier state of this trainer, or of another one with the same stages.
 
         Args:
             state: `state` of this rank, copied with `jax.device_get`.
@@ -220,7 +221,7 @@ class Trainer:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, and why; None before the first step, which measures and plans.
+        """The plan and its reason; None before the first step, which measures and plans.
 
         If the run adapts, only rank 0 has the current plan; the other ranks keep the first one.
         """
@@ -237,7 +238,7 @@ class Trainer:
     def step(self, batch: Sequence[Any]) -> StepMetrics:
         """Take one training step, together with all other ranks.
 
-        The first call also runs a few steps for their timings, which update nothing, and plans.
+        The first call also plans: it first times a few steps, which update nothing.
 
         Args:
             batch: Tokens and targets, the same on every rank: integers [batch.microbatches *
@@ -245,7 +246,7 @@ class Trainer:
                 inputs, targets, and a dictionary of extras if there are any, like the `example`.
 
         Raises:
-            UserError: The batch is no such thing; nothing has changed.
+            UserError: The batch does not have this form; nothing has changed.
             RunFailedError: Too many steps in a row were not finite
                 (`optimizer.stop_after_skipped`); parameters are those after the last finite step.
         """
@@ -286,15 +287,15 @@ class Trainer:
         )
 
     def ask_to_stop(self) -> None:
-        """Have a step's metrics say `stopped` on all ranks, and save after it, if the run saves.
+        """Set `stopped` in a step's metrics on all ranks; save after that step, if the run saves.
 
-        One rank is enough, and a signal handler may call it. With checkpoints it is the step in
-        progress, without any the next one.
+        A call on one rank is enough, and a signal handler may make it. With checkpoints that step
+        is the one in progress, otherwise the next one.
         """
         self._stop_asked = True
 
     def evaluate(self, batch: Sequence[Any]) -> float:
-        """The mean loss of a batch with the current parameters, by forwards alone.
+        """The mean loss of a batch with the current parameters; only forwards run.
 
         All ranks call it with the same batch, as for `step`, and get the same loss.
 
@@ -323,7 +324,7 @@ class Trainer:
         )
 
     def _longest(self, inputs: StepInputs) -> StepInputs:
-        """The inputs, or zeros of the longest length: plans are made for it."""
+        """The inputs, or zeros of the longest length if they are shorter: plans are made for it."""
         if self._shapes is None or inputs.length_index == 0:
             return inputs
         zeros, microbatches = self._shapes.zeros(), self.config.batch.microbatches
@@ -337,14 +338,14 @@ class Trainer:
     def close(self) -> None:
         """Stop everything that the trainer has started; then a script may make another one.
 
-        With `run.dir` all ranks wait for one another and for the save that is under way.
+        With `run.dir` all ranks wait for one another and for the save in progress.
 
         Raises:
-            RunFailedError: On all ranks, if rank 0 can't write a file of the run; or the last save
-                has failed.
+            RunFailedError: On all ranks, if rank 0 can't write a file of the run, or if the last
+                save has failed.
         """
         training, self._training = self._training, None
-        recorded = None if self._run.checkpoints is None else training  # else none writes files
+        recorded = None if self._run.checkpoints is None else training  # else no rank writes files
         try:
             if recorded is not None:
                 recorded.recording.finish(self._run.replicas)
@@ -352,7 +353,7 @@ class Trainer:
             self._opened.close()
         except BaseException:
             leave()
-            self._opened.__exit__(*sys.exc_info())  # with the error: nothing waits
+            self._opened.__exit__(*sys.exc_info())  # given the error, nothing waits
             raise
         if recorded is not None:
             fail_together(self._rendezvous, recorded.recorder.unwritten, "", failure)
@@ -394,7 +395,7 @@ class Trainer:
         """Go on at this rank's next place in the mesh; all ranks call this after the same step.
 
         Args:
-            batch: That step's.
+            batch: The batch of that step.
         """
         training.recording.finish(self._run.replicas)
         if failure := training.finish():
@@ -472,7 +473,7 @@ class Trainer:
     def _add_slots_for_forwards(self, program: RankInstructions) -> None:
         """Allocate the slots that the forwards of a new plan need when no backward frees any.
 
-        Where host memory is limited they wait for those of the plan.
+        Where host memory is limited it adds none, and forwards wait for the plan's slots.
         """
         room = None if self._training is None else self._training.room
         if program is self._has_slots_for or (room is not None and room.rank_bytes is not None):

@@ -1,7 +1,7 @@
-"""Ranks that have joined verify the checkpoint that they resume from, each the parts it restores.
+"""Ranks that have joined verify the checkpoint that they resume from, each some of its parts.
 
-No rank reads anything large before all are there: others would wait for it, or give it up. And each
-part is read by one rank, so a checkpoint's size per rank decides how long that takes.
+No rank reads anything large before all have joined: others would wait for it, or time out. And one
+rank reads each part, so a checkpoint's size per rank decides how long that takes.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from jaxmorph.training.resume import RunStart, checkpoint_folder, no_checkpoint,
 def verified(start: RunStart, rendezvous: Rendezvous) -> RunStart:
     """Verify the checkpoint that a run resumes from, if it resumes.
 
-    All ranks call this once they have joined. Where one finds damage, all go back to an earlier
+    All ranks call this once they have joined. If one finds damage, all go back to an earlier
     checkpoint, and verify that.
 
     Returns:
         The start, from the checkpoint that rank 0 has found or an earlier one.
 
     Raises:
-        UserError: None is whole; raised on all ranks.
+        UserError: No checkpoint is whole; raised on all ranks.
     """
     if start.directory is None:
         return start

@@ -135,7 +135,7 @@ class SidecarPlane(DataPlane):
         self._sidecar.send({"kind": "break_lanes", "peer": peer, "lane": lane})
 
     def flush(self, deadline_s: float) -> None:
-        """Wait until messages are delivered, their receivers are gone, or the time is over."""
+        """Wait until messages are delivered, their receivers are gone, or the deadline passes."""
         for end in self._outgoing.values():
             if "connect" in self._state:
                 end.doorbell.wait_until(lambda end=end: self._is_flushed(end), deadline_s)
@@ -157,7 +157,7 @@ class SidecarPlane(DataPlane):
             left_s = max(deadline_s - time.monotonic(), _ANSWER_S)
             answer = self._sidecar.request(record, (new.fd,), left_s)
             if answer is None:
-                self._sidecar.kill()  # it may use either memory; the next one gets the right one
+                self._sidecar.kill()  # it may use either memory; the next gets the right one
             if not end.at_rest() or (answer is not None and "error" in answer):
                 new.close()
                 raise NotAtRestError(f"{end.name} is not at rest: its slots can't change now")
@@ -191,7 +191,7 @@ class SidecarPlane(DataPlane):
     def _handle(self, record: Record) -> None:
         number = record.pop("connect_number", None)
         if record["kind"] == "peer_refuses":
-            # Its trainer holds the listening sockets: either it is gone, or its path refuses.
+            # The peer's trainer holds its listening sockets: it is gone, or the path refuses.
             if record["peer"] in self._gone or self.peer_lives(record["peer"]):
                 return
             record = {**record, "kind": "peer_gone", "reason": "its address refuses connections"}

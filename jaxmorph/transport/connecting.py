@@ -2,7 +2,7 @@
 
 Each proof is an HMAC-SHA256 over all that both ends have said so far: their nonces, which make an
 old proof worthless, and their ranks and lane. Each direction has its own label, so that a proof
-can't be sent back to its maker. From the whole handshake follow the keys of the lane's seals.
+can't be sent back to its maker. The keys of the lane's seals derive from the whole handshake.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ def check_welcome(
 
 
 def transcript(challenge: Challenge, *frames: Introduce | Welcome) -> tuple[bytes, ...]:
-    """All that both ends have said in a handshake so far, but its proofs."""
+    """All that both ends have said in a handshake so far, except its proofs."""
     return challenge.nonce, *(signed_part(frame) for frame in frames)
 
 
@@ -108,7 +108,7 @@ def authenticate(
     *,
     is_dialler: bool,
 ) -> None:
-    """Give a lane the seals and the checksum that both ends make of the same handshake."""
+    """Give a lane the seals and the checksum that both ends derive from the handshake."""
     parts, number = transcript(challenge, introduce, welcome), welcome.algorithm
     lane.authenticate(*seals(secret, *parts, is_caller=is_dialler))
     is_mac = number == MAC
@@ -119,10 +119,10 @@ class Dialler:
     """Connects one lane to a peer; after a failure it pauses and tries again.
 
     Args:
-        up: Called with the lane's number, the lane when its handshake is done, and the peer's
+        up: Called when the handshake is done, with the lane's number, the lane, and the peer's
             generation; raises `LaneError` if it fails.
-        failing: Called with the lane's number and the latest reason, once for each time that no
-            attempt succeeds for some seconds.
+        failing: Called with the lane's number and the latest reason once no attempt has succeeded
+            for some seconds; again only after a success.
 
     Attributes:
         next_s: When to call `turn` even if nothing comes; infinity: never.
@@ -288,7 +288,7 @@ class Acceptor:
             connection, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
             return  # the peer has closed it already
-        except OSError:  # too many open files, for example: it stays ready
+        except OSError:  # too many open files, for example: the listener stays ready
             self._loop.change(listener.fileno(), 0)
             self._paused_until_s = time.monotonic() + _LONGEST_PAUSE_S
             self._set_next()

@@ -15,7 +15,7 @@ class Doorbell:
     """An event counter that any process holding its descriptor can ring or wait for.
 
     Args:
-        fd: Of an eventfd, which the doorbell closes.
+        fd: The descriptor of an eventfd; `close` closes it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -26,7 +26,7 @@ class Doorbell:
 
     @classmethod
     def create(cls) -> "Doorbell":
-        """A new one."""
+        """A new doorbell."""
         return cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
     def fileno(self) -> int:
@@ -48,17 +48,17 @@ class Doorbell:
             return
 
     def wait_until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
-        """Wait until a condition holds, spinning for at most some microseconds.
+        """Wait until a condition holds; spins at first, for at most some microseconds.
 
         Args:
-            condition: Cheap; checked first, after every ring, and four times a second, so that a
-                ring lost with a killed sidecar costs only a moment.
+            condition: Must be cheap. It is checked at once, after every ring, and four times a
+                second, so that a ring lost with a killed sidecar costs only a moment.
             deadline_s: When to give up and return False, by the monotonic clock.
         """
         if condition() or self._spin(condition, deadline_s):
             return True
         while True:
-            self.answer()  # before it waits again, not after `poll`: a caller that is done needn't
+            self.answer()  # not after `poll`: a caller whose condition holds saves this call
             if condition():
                 return True
             left_s = deadline_s - time.monotonic()

@@ -47,7 +47,7 @@ class EventLoop:
         """
         handlers = self._handlers
         for fd, mask in self._wait(until_s, exact_s):
-            handler = handlers.get(fd)  # an earlier one may have removed it
+            handler = handlers.get(fd)  # an earlier handler may have removed it
             if handler is not None:
                 handler(mask)
 

@@ -139,15 +139,15 @@ def address_towards(host: str) -> str:
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asker:
-            asker.connect(address)  # chooses a route, and with it the own address
+            asker.connect(address)  # chooses a route, and with it this host's address
             return asker.getsockname()[0]
     return LOOPBACK
 
 
 def address_of_name(host: str) -> str:
-    """This host's own address by that name; "" if it has none, or several, or a loopback's.
+    """This host's own address by that name; "" if it has none, several, or only a loopback's.
 
-    A host may know itself as 127.0.1.1, where others know its name by another address.
+    A host may resolve its name to 127.0.1.1 where others find another address.
     """
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
@@ -196,7 +196,7 @@ def cores_by_quota(quota: Path = _QUOTA) -> float:
 
 
 def usable_cores(quota: Path = _QUOTA) -> float:
-    """How many cores this process may use, with others of the same `cores_identity`."""
+    """How many cores this process may use, shared by all of the same `cores_identity`."""
     return min(float(num_processors()), cores_by_quota(quota))
 
 

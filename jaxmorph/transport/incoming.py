@@ -2,8 +2,8 @@
 
 It decides where each chunk is written, so that no lane writes into memory that has been handed
 over. At most one lane writes a chunk's place in a slot; another lane receives its copy of that
-chunk into a buffer of its own. The first copy that is whole counts. If that is the other lane's,
-the slow lane is kept from the slot before the message is handed over: a TCP lane discards the rest
+chunk into a buffer of its own. The first complete copy counts. If it came by the other lane, the
+slow lane is cut off from the slot before the message is handed over: a TCP lane discards the rest
 of the chunk, an RDMA lane is fenced (its agent is torn down, so that a late write fails).
 """
 
@@ -83,7 +83,7 @@ class _PartialMessage:
         self.posted_ns = chunk.posted_ns
         self.missing = num_chunks
         self.received = bytearray(num_chunks)
-        self.writers: dict[int, IncomingChunk] = {}  # by index: the one written into the slot
+        self.writers: dict[int, IncomingChunk] = {}  # by index: the one being written into the slot
 
 
 class _Channel:
@@ -114,7 +114,7 @@ class _Lane:
     def __init__(self) -> None:
         self.incoming: list[IncomingChunk] = []
         self.reported: dict[ChannelName, tuple[int, int]] = {}
-        self.last_active = 0  # `_activity` when it last was
+        self.last_active = 0  # `_activity` when the lane was last active
         self.chunks = self.received_bytes = 0
 
 
@@ -204,11 +204,9 @@ class Incoming:
         return incoming
 
     def finish(self, number: int, chunk: IncomingChunk) -> ChunkOutcome:
-        """Record that a lane's chunk is whole, with a right checksum.
+        """Record that a lane has received a whole chunk, with the right checksum.
 
-        A chunk that is junk is whole whatever its checksum is.
-
-        After a wrong checksum, call `lane_down` instead.
+        The checksum of junk doesn't matter. If any other is wrong, call `lane_down` instead.
         """
         lane = self._lanes[number]
         lane.incoming.remove(chunk)
@@ -225,11 +223,11 @@ class Incoming:
         return ChunkOutcome(fenced, copy, deliveries, self._acknowledge(lane, channel, chunk))
 
     def set_consumed(self, name: ChannelName, count: int) -> Credit | None:
-        """Take over the slots' count of messages that the trainer has released.
+        """Record the slots' count of messages that the trainer has released.
 
         Returns:
-            A frame for the `latest_lane`, if the sender may need room; otherwise the next
-            acknowledgement reports the count.
+            A frame for the `latest_lane` if the sender may need room; None if the next
+            acknowledgement can report the count.
         """
         channel = self._channels[name]
         channel.consumed = count
@@ -329,7 +327,7 @@ class Incoming:
         chunk.place = JUNK
 
     def _forget_if_untouched(self, chunk: IncomingChunk) -> None:
-        """Forget a message of which no byte has come, and that only a broken lane has announced.
+        """Forget a message that only a broken lane has announced, if no whole chunk of it has come.
 
         Otherwise a lane that lies about a message's length or tag would block the true message.
         """

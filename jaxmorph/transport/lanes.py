@@ -61,20 +61,20 @@ def _known_checksums() -> dict[int, Checksum]:
 
 
 CHECKSUMS = _known_checksums()
-"""Those without a key."""
+"""The checksums without a key, by number."""
 
 
 class PayloadMac:
-    """A checksum that only who has the key can make: 64 bits of an HMAC-SHA256.
+    """A checksum that only a holder of the key can make: 64 bits of an HMAC-SHA256.
 
-    Unlike the others it goes on only where its last call ended.
+    Unlike the other checksums, it can continue only from its own last call.
     """
 
     def __init__(self, key: bytes) -> None:
         self.key = key
 
     def __call__(self, data: Any, before: int = 0) -> int:
-        """The checksum of the data and of those before."""
+        """The checksum of the data and the bytes before it."""
         if not len(data):
             return before
         if not before:
@@ -93,7 +93,7 @@ def offered_checksums(wanted: PayloadChecks = True) -> tuple[int, ...]:
 def chosen_checksum(peer_offers: Sequence[int], own_offers: Sequence[int]) -> int:
     """The first of the peer's offers that this end offers too; `NONE` if either end offers that.
 
-    Where one end wants `MAC`, both must.
+    If one end wants `MAC`, both must.
 
     Raises:
         ValueError: If the ends have none in common.
@@ -234,7 +234,7 @@ class TcpLane:
         return True
 
     def poll(self, mask: int, handler: ChunkHandler | None, limit: int = _MAX_FRAMES) -> list[Any]:
-        """Continue to send and receive; returns at most `limit` frames that came, without chunks.
+        """Continue to send and receive; returns at most `limit` received frames, without chunks.
 
         Args:
             mask: What the descriptor is ready for; 0: nothing.
@@ -293,7 +293,7 @@ class TcpLane:
         self._socket.close()
 
     def _check_queued(self) -> None:
-        # An honest peer reads: one that sends pings and reads no answer would fill the memory.
+        # A peer that sends pings but never reads the answers would fill the memory.
         if len(self._out) > _MAX_QUEUED_FRAMES:
             raise LaneError(f"the peer leaves {len(self._out)} frames unread")
 

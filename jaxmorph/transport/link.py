@@ -60,8 +60,8 @@ class OpenPings:
         """Remove the oldest ping.
 
         Raises:
-            ProtocolError: If the pong doesn't answer the oldest ping, or the time that the peer
-                took for it, by the peer's clock, is longer than that ping was open.
+            ProtocolError: If the pong doesn't answer the oldest ping, or reports a handling time
+                that is negative or longer than that ping was open.
         """
         if not self._sent_ns:
             raise ProtocolError("an answer came to no question")
@@ -171,7 +171,7 @@ class LinkHalf:
         memory: Iterable[memoryview],
         chunk_bytes: int,
     ) -> Lane:
-        """The lane of this link's backend over a connection whose handshake is done.
+        """Turn a connection whose handshake is done into a lane of this link's backend.
 
         Args:
             kind: The lane's class if the backend is RDMA.

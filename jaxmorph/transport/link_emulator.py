@@ -1,4 +1,4 @@
-"""Emulated links, slow, narrow or cut on every route, and the copies of delegated messages."""
+"""Emulates slow, narrow or cut links on every route, and the copies of delegated messages."""
 
 import hashlib
 import math
@@ -81,7 +81,7 @@ def by_direction(conditions: Iterable[LinkCondition]) -> dict[tuple[int, int], D
 class CopyEngine:
     """One direction of an accelerator's copies, one after another.
 
-    Copies may be asked for in another order than they became ready in: each takes the first gap
+    Calls need not come in the order in which the copies are ready: each copy takes the first gap
     that it fits into.
     """
 
@@ -89,7 +89,7 @@ class CopyEngine:
         self._busy: list[tuple[float, float]] = []
 
     def copied_s(self, ready_s: float, takes_s: float) -> float:
-        """When a copy is over that could begin at `ready_s`."""
+        """When a copy that could begin at `ready_s` ends."""
         begins_s = ready_s
         for busy_s, free_s in self._busy:
             if begins_s + takes_s <= busy_s:
@@ -101,7 +101,7 @@ class CopyEngine:
 
 
 class LinkEmulator:
-    """Decides when an emulated link lets messages go, and when copies of messages are over.
+    """Decides when an emulated link lets messages go, and when copies of messages end.
 
     It has no clock and never waits. Its answers depend only on its arguments and earlier calls, so
     two emulators with the same calls give the same answers.
@@ -127,8 +127,8 @@ class LinkEmulator:
     ) -> float | None:
         """When the link lets a message go, after its copy, bandwidth, latency and jitter.
 
-        The message occupies the sender's copies to host memory, and then the bandwidth: later ones
-        wait for it.
+        The message occupies the sender's copies to host memory, and then the bandwidth: later
+        messages wait for it.
 
         Args:
             tag: The message's words, at most eight; missing ones count as 0.
@@ -155,7 +155,7 @@ class LinkEmulator:
     ) -> float:
         """When a message that has arrived is in its receiver's device memory.
 
-        It occupies the copies of all that this rank receives.
+        It occupies the copies that all messages to this rank share.
         """
         holding = self._holding((source, destination), step_of(tag), arrived_s)
         counted = _counted(holding, num_bytes)

@@ -7,7 +7,7 @@ TAG_WORDS = 8
 Tag: TypeAlias = tuple[int, ...]
 """Eight 32-bit words that travel with a message: epoch, step, and six that only its ends interpret.
 
-The link emulator reads the step.
+The link emulator also reads the step.
 """
 
 
@@ -30,7 +30,7 @@ HALF = 1 << 31
 
 
 def add(number: int, steps: int) -> int:
-    """The number `steps` after another (before it, if negative), below 2**32."""
+    """The number `steps` after `number` (before it if negative), modulo 2**32."""
     return (number + steps) & MASK
 
 

@@ -1,7 +1,7 @@
 """Lanes on which the sender writes chunks into the receiver's memory by RDMA, through NIXL.
 
 Each is a TCP lane with a NIXL agent at both ends, bound to the lane's network card. The TCP
-connection carries frames and short chunks as always; a long chunk takes four steps:
+connection carries frames and short chunks as usual; a long chunk takes four steps:
 
 ====================  ==========================================================================
 the sender            the receiver
@@ -71,7 +71,7 @@ def missing() -> str | None:
 
 
 class NixlAgent:
-    """Memory that peers may write into, and writes into a peer's, by one network card.
+    """Lets peers write into this process's memory, and writes into theirs, by one network card.
 
     NIXL is NVIDIA's library over UCX. It comes as `nixl-cu12` or `nixl-cu13`; neither needs CUDA or
     PyTorch for host memory. Agents run without their progress thread, which would keep a core busy
@@ -93,7 +93,7 @@ class NixlAgent:
         self._writes: set[Any] = set()
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Register memory for own writes, and for those of peers that have the `metadata`."""
+        """Register memory for this agent's writes, and for those of peers with the `metadata`."""
         with _as_lane_errors("registering memory"):
             region = [(address, num_bytes, 0, "")]
             self._memory.append(self._agent.register_memory(region, "DRAM"))
@@ -139,15 +139,15 @@ class NixlAgent:
         return True
 
     def progress(self) -> None:
-        """Advance peers' writes: network cards without RDMA don't do so by themselves."""
+        """Advance peers' writes: network cards without RDMA need this call."""
         with _as_lane_errors("receiving"):
             self._agent.get_new_notifs()
 
     def close(self) -> None:
         """Close the agent; after this nothing is written into this memory or read from it.
 
-        The order matters: own writes are cancelled or cut off with their peer, the card forgets the
-        memory, and the agent's connections end with it.
+        The order matters: this agent's writes are cancelled, or cut off with their peer; the card
+        forgets the memory; the agent's connections end with the agent.
         """
         agent, self._agent = self._agent, None
         if agent is None:
@@ -236,7 +236,7 @@ MIN_WRITTEN_BYTES = 16 * 1024
 """Shorter chunks go over TCP, in fewer steps."""
 MAX_GRANTS = 8
 """How many chunks a sender may be writing on a lane at once."""
-_MAX_OFFERS = 1 << 15  # beyond what a sender has in flight, in the shortest chunks
+_MAX_OFFERS = 1 << 15  # the most that a sender has in flight, in the shortest chunks
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 30e-6, 1e-3
 _BROKEN = "fenced: another lane was quicker"
 
@@ -357,7 +357,6 @@ class NixlSendingLane(_NixlLane):
         self._progress_s = time.monotonic()
 
     def _report_written(self) -> None:
-        """Report completed writes, in order."""
         reported = False
         while self._writes and self._agent.is_done(self._writes[0][1]):
             grant, _ = self._writes.popleft()
@@ -382,7 +381,7 @@ class NixlReceivingLane(_NixlLane):
     def __init__(self, control: TcpLane, chunk_bytes: int) -> None:
         super().__init__(control)
         self._chunk_bytes = chunk_bytes
-        # A chunk that is read may be half done when a written one is compared.
+        # `PayloadMac` keeps state, and a chunk on the TCP connection may be half received.
         own = control.checksum
         self.checksum = PayloadMac(own.key) if isinstance(own, PayloadMac) else own
         # The lane's own memory outlives its agent: views of it keep it mapped.

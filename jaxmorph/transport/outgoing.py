@@ -10,8 +10,8 @@ overdue    the chunk takes far longer than expected, or than it  a lane with no 
            would take on another lane                            sends a copy of it (a hedge)
 stalled    no chunk was acknowledged for 30 ms or more, while    no new chunks until it progresses;
            another lane progressed                               other lanes copy all its chunks
-parked     the rate is below a tenth of the best, or the lane    only trial chunks: two copies a
-           was redialled after a timeout; until it reaches 15 %  second of other lanes' chunks
+parked     the rate is below a tenth of the best, or the lane    only probes: two copies a second
+           was redialled after a timeout; until it reaches 15 %  of other lanes' chunks
 timed out  an acknowledgement or pong misses its timeout         it is closed, its chunks are resent
 =========  ====================================================  ===================================
 
@@ -37,7 +37,7 @@ INFINITY = float("inf")
 PROBE_S = 0.5
 """How often a parked lane gets a chunk to probe its rate."""
 _ASSESS_S = 0.010  # between two assessments of all lanes
-_UNKNOWN_S = 0.005  # expected of a chunk on a lane whose rate is unknown
+_UNKNOWN_S = 0.005  # expected time of a chunk on a lane whose rate is unknown
 _MIN_SLACK_S, _LEAST_OVERDUE_S = 0.002, 0.020
 _STALLED_AFTER_S = 0.030
 
@@ -46,7 +46,7 @@ class Due(NamedTuple):
     """What to do now that time has passed."""
 
     timed_out: tuple[int, ...]  # lanes to close: an acknowledgement or pong missed its timeout
-    ping: tuple[int, ...]  # lanes to send a `Ping` on, which counts as sent
+    ping: tuple[int, ...]  # lanes to send a `Ping` on; it is recorded as sent
     next_s: float  # when to ask again at the latest; infinity: only after the next event
 
 
@@ -162,7 +162,7 @@ class Outgoing(OutgoingQueue):
     def due(self, now_s: float) -> Due:
         """What to do for the lanes now, and when to ask again.
 
-        Pass in everything that has been received before: an unread acknowledgement looks like a
+        First pass in everything that has been received: an unread acknowledgement looks like a
         missing one.
         """
         self.advance(now_s)
@@ -306,7 +306,7 @@ class Outgoing(OutgoingQueue):
         return None
 
     def _hedge(self, lane: OutgoingLane, now_s: float) -> Chunk | None:
-        """A copy of another lane's chunk that is overdue by the most, or will be."""
+        """A copy of the chunk that is, or will be, the most overdue on another lane."""
         own_s = lane.expected_s(self._chunk_bytes, _UNKNOWN_S)
         slack_s = 2 * own_s + _MIN_SLACK_S
         worst_s, worst, soonest_s = 0.0, None, now_s + _LEAST_OVERDUE_S

@@ -8,7 +8,7 @@ from jaxmorph.transport.outgoing_queue import Message
 QUEUE_S = 0.030
 """How long a chunk may wait behind others in flight, so that little is stuck when a lane slows."""
 PARKED_BELOW, UNPARKED_FROM = 0.10, 0.15
-"""Shares of the best lane's rate: below the first a lane is parked, from the second it is back."""
+"""Shares of the best lane's rate: below the first a lane is parked, from the second unparked."""
 MAX_IN_FLIGHT_BYTES = 32 * 1024 * 1024
 _MEMORY_S = 0.100
 _MIN_MEASURED_BYTES = 16 * 1024
@@ -81,7 +81,7 @@ class LaneRate:
         return num_bytes / self.bytes_per_s + self.round_trip_s
 
     def window_bytes(self, chunk_bytes: int) -> float:
-        """The most bytes in flight: those of 30 ms and a round trip, but at least one chunk."""
+        """The most bytes in flight: what takes 30 ms and a round trip, but at least one chunk."""
         if self.bytes_per_s is None:
             return chunk_bytes
         window = self.bytes_per_s * (QUEUE_S + self.round_trip_s)
@@ -94,14 +94,14 @@ ChunkKey = tuple[ChannelName, int, int]
 MIN_ACK_TIMEOUT_S = 0.250
 """No lane times out before this."""
 ACK_TIMEOUT_AMONG_OTHERS_S = 0.500
-"""A lane gets up to this while other lanes make progress: those carry copies of its chunks, and a
-lane that drops from 1 Gbit/s to 10 Mbit/s takes 0.42 s for a chunk of 512 KB."""
+"""The timeout grows up to this while other lanes make progress: they carry copies of the chunks,
+and a lane that drops from 1 Gbit/s to 10 Mbit/s takes 0.42 s for a chunk of 512 KB."""
 ACK_TIMEOUT_FACTOR = 4.0
-"""A lane gets at least so many times the expected time of what it has in flight."""
+"""The timeout is at least so many times the expected time of what the lane has in flight."""
 FIRST_TIMEOUT_S, MAX_TIMEOUT_S = 2.0, 30.0
 """The timeout of a lane whose rate is unknown; doubled each time it was too short."""
 PING_S, WAITING_PING_S = 1.0, 0.050
-"""The interval of pings on an idle lane; the second while messages may be undelivered."""
+"""The interval of a lane's pings; the second if it is idle while messages may be undelivered."""
 _RATE_BOUND_AFTER_S = 0.050
 _SLOW_BYTES_PER_S = 125e3
 
@@ -118,7 +118,7 @@ class Flight:
         self.sent_s = sent_s
 
     def is_wanted(self) -> bool:
-        """Whether no lane has had it acknowledged yet."""
+        """Whether it isn't acknowledged on any lane yet."""
         return not self.message.acknowledged[self.index]
 
 
@@ -126,11 +126,11 @@ class OutgoingLane:
     """One lane's state; its chunks are acknowledged in the order in which they were sent.
 
     Attributes:
-        timeout_s: For acknowledgements while its rate is unknown.
+        timeout_s: For pongs, and the longest for acknowledgements while its rate is unknown.
         flights: What is in flight, oldest first.
         progress_s: When it last made progress: an acknowledgement, or a chunk after idleness.
         parked: Whether it gets only probes (`outgoing` has a table of these states).
-        probe_s: When it may have the next one.
+        probe_s: When it may get the next probe.
         stalled: Whether other lanes copy its chunks, and it gets no new ones until it progresses.
     """
 

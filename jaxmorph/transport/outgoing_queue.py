@@ -26,7 +26,7 @@ class SendState(Enum):
     RELEASED = "released"  # delivered: its slot is free
 
 
-# Every message needs a dozen of these, and Python 3.11 takes a quarter of a microsecond each.
+# Every message reads these a dozen times; from the enum, Python 3.11 takes 0.25 us each time.
 _POSTED, _WAITING, _SENDING = SendState.POSTED, SendState.WAITING, SendState.SENDING
 
 
@@ -80,11 +80,11 @@ class _Channel:
         return self.limit is not None and 0 < (self.limit - sequence) & MASK < HALF
 
     def within_slots(self, delivered: int, limit: int) -> int:
-        """A receiver's limit, at most as many messages beyond `delivered` as there are slots.
+        """A receiver's limit, capped at `num_slots` messages beyond `delivered`.
 
-        No more could be posted anyway. But a receiver that gets fewer slots takes its limit back,
-        which frames that are still on their way don't know: without this they would let the sender
-        overrun it. Its end gets fewer at rest, after this one.
+        No more could be posted anyway. But a receiver that gets fewer slots lowers its limit, while
+        frames in flight still carry the higher one: without the cap the sender would overrun the
+        receiver. The receiving end gets fewer slots at rest, after this end.
         """
         return (delivered + min((limit - delivered) & MASK, self.num_slots)) & MASK
 
@@ -123,7 +123,7 @@ class OutgoingQueue:
         """Begin to send a channel, or resume it after a restart, from its slots' count.
 
         The caller then posts the messages from `released` on. None leaves before the receiver's
-        first counts of the channel (`Resume`) have come.
+        first counts of the channel (`Resume`) have arrived.
         """
         self._channels[name] = _Channel(name, num_slots, released)
 
@@ -162,7 +162,7 @@ class OutgoingQueue:
             False if the receiver has it already.
 
         Raises:
-            ValueError: If it is here already, or its number is beyond the slots.
+            ValueError: If it has been posted already, or its number is beyond the slots.
         """
         channel = self._channels[name]
         ahead = (sequence - channel.released) & MASK
@@ -227,7 +227,7 @@ class OutgoingQueue:
         )
         for message in sorted(messages, key=lambda message: message.order):
             if message.state in (_SENDING, SendState.ACKNOWLEDGED):
-                message.state = _SENDING  # it has lost even what it had acknowledged
+                message.state = _SENDING  # the receiver lost even acknowledged chunks
                 message.start_over()
                 self._make_ready(message)
 
@@ -240,7 +240,7 @@ class OutgoingQueue:
         self._again.extend((message, index, 1) for message, index in chunks)
 
     def advance(self, now_s: float) -> None:
-        """Let delayed messages depart whose time has come."""
+        """Let the delayed messages depart that are due."""
         while self._delayed and self._delayed[0][0] <= now_s:
             self._depart(heapq.heappop(self._delayed)[2])
         if now_s >= self._retry_s:

@@ -29,7 +29,7 @@ from jaxmorph.transport.slots import NO_TIME_NS, MessageInfo, Slots
 
 Address = tuple[str, int]
 PayloadChecks: TypeAlias = bool | Literal["mac"]
-"""Whether payloads have checksums; "mac": ones that only a rank can make."""
+"""Whether payloads have checksums; "mac": keyed ones, which only ranks can make."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class TransportSettings:
         addresses: The local addresses to listen on and to send from, one for each network card.
         lanes: Connections to each peer. None: one for each network card, and over TCP at least two.
         chunk_bytes: The unit of acknowledgement and retransmission.
-        checksum: Of each chunk's payload.
+        checksum: The checksum of each chunk's payload.
         first_sequence: The number of a channel's first message; numbers are 32 bits and wrap.
         backend: The carrier of long messages: "tcp", or "nixl" for RDMA; the same on all ranks.
-        silent_s: A sidecar that gives no sign of life for so long is replaced.
-        sidecars: How many move a rank's messages (`several_sidecars`), the same on all ranks.
-        number: The number of this plane's sidecar among the rank's.
-        member: This rank's number in the run, for its errors; None: the one it has here.
+        silent_s: A sidecar is replaced after so many seconds without a sign of life.
+        sidecars: How many move each rank's messages (`several_sidecars`); the same on all ranks.
+        number: This sidecar's number among those of its rank, from 0.
+        member: This rank's number in the run, for error messages; None: the same as in this plane.
     """
 
     addresses: tuple[str, ...] = ("127.0.0.1",)
@@ -80,7 +80,7 @@ class MemoryRegistry(Protocol):
         """Remove memory that is about to be freed; called once for each that was added."""
 
     def replace(self, old: int, free: Callable[[], None], address: int, num_bytes: int) -> None:
-        """Remove memory and free it, then add other, perhaps later in a thread."""
+        """Remove and free the old memory, then add the new; perhaps later, in a thread."""
 
 
 class _End:
@@ -122,7 +122,7 @@ class _End:
         self.fail(PeerGoneError(message, self.peer))
 
     def replace_slots(self, slots: Slots) -> None:
-        """Use other slots from now on; the caller has carried over their counts."""
+        """Use new slots from now on; the caller has copied the counts into them."""
         old, self.slots = self.slots, slots
         if self._registry is None:
             old.close()
@@ -198,7 +198,7 @@ class OutgoingSlot:
     """The memory of one message that the sender has reserved.
 
     Attributes:
-        sequence: The message's number, below 2**32; no other on its way on the channel has it.
+        sequence: The message's number, below 2**32; unique among the channel's messages in flight.
         payload: uint8 [slot bytes], the memory itself.
         address: Where the payload begins in this process.
         is_posted: Whether the message has been announced.
@@ -233,8 +233,8 @@ class OutgoingSlot:
         words = tuple(tag) + (0,) * (TAG_WORDS - len(tag))
         if len(words) != TAG_WORDS or min(words) < 0 or max(words) > MASK:
             raise ValueError(f"got tag {tuple(tag)}, expected {TAG_WORDS} words of 32 bits")
-        # A device doesn't tell when it completes the message, and its time isn't the link's. So the
-        # mover enters when it has seen the message complete.
+        # A device doesn't report when it completes the message, and the time it takes isn't the
+        # link's. So the mover records when it sees the message complete.
         posted_ns = NO_TIME_NS if self._signals_itself else time.monotonic_ns()
         self._end.announce(self.sequence, MessageInfo(num_bytes, words, posted_ns, NO_TIME_NS))
         self.is_posted = True
@@ -332,8 +332,8 @@ class DataPlane(ABC):
         ring_mover: Wakes the mover of the messages.
 
     Attributes:
-        peer_lives: Whether a peer's process is known to live, by something beside this plane. Then
-            refused connections to it are a failure of its path, and are tried again.
+        peer_lives: Whether a source outside this plane knows that a peer's process is alive. Then
+            refused connections count as a failure of the path to it, and are tried again.
         on_gone: Called on any thread with each peer that is gone, and the reason.
     """
 
@@ -394,7 +394,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def flush(self, deadline_s: float) -> None:
-        """Wait until messages are delivered, their receivers are gone, or the time is over."""
+        """Wait until messages are delivered, their receivers are gone, or the deadline passes."""
 
     @abstractmethod
     def close(self, *, flush: bool = True) -> None:
@@ -406,7 +406,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def _resize(self, end: OutgoingEnd | IncomingEnd, num_slots: int, deadline_s: float) -> None:
-        """Replace the slots of an end at rest by so many."""
+        """Replace the slots of an end at rest with `num_slots` new ones."""
 
     def reserve(self, channel: ChannelName, deadline_s: float) -> OutgoingSlot:
         """Wait for a slot for the next message.
@@ -421,22 +421,22 @@ class DataPlane(ABC):
         return self._outgoing_end(channel).reserve(deadline_s)
 
     def take(self, channel: ChannelName, deadline_s: float) -> IncomingSlot:
-        """Wait for the channel's next message; with the errors of `reserve`."""
+        """Wait for the channel's next message; raises the same errors as `reserve`."""
         return self._incoming_end(channel).take(deadline_s)
 
     def has_free_slot(self, channel: ChannelName) -> bool:
         """Whether a slot of an outgoing channel is free now.
 
         Raises:
-            PeerGoneError: If none is and the receiver is gone.
+            PeerGoneError: If no slot is free and the receiver is gone.
         """
         return self._outgoing_end(channel).has_free_slot_or_raise()
 
     def resize(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
         """Give this rank's end of a channel at rest another number of slots.
 
-        A receiving end may have fewer only while the sending end has no more than that, and no
-        message may be sent meanwhile.
+        Send no message meanwhile. Before a receiving end gets fewer slots, the sending end must
+        have no more than those.
 
         Args:
             num_slots: A power of two.
@@ -451,17 +451,17 @@ class DataPlane(ABC):
             self._resize(self._end(channel), num_slots, deadline_s)
 
     def num_slots(self, channel: ChannelName) -> int:
-        """The slots that this rank's end of a channel has."""
+        """How many slots this rank's end of a channel has."""
         return self._end(channel).slots.num_slots
 
     def await_rest(self, channel: ChannelName, deadline_s: float) -> None:
-        """Wait until nothing posted on a channel is undelivered, nothing received unreleased.
+        """Wait until all posted messages of a channel are delivered, all received ones released.
 
         Raises:
-            NotAtRestError: Some of it still is by then.
+            NotAtRestError: If some are not by the deadline.
         """
         end = self._end(channel)
-        # The mover may have yet to count a delivery; releases are counted in this process.
+        # The mover may still have to count a delivery; this process counts releases at once.
         rest_s = deadline_s if isinstance(end, OutgoingEnd) else time.monotonic()
         try:
             end.wait(end.at_rest, rest_s, "it is not at rest")

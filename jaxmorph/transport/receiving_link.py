@@ -27,8 +27,8 @@ class IncomingChannel(ChannelEnd):
         """Hand a message over to the trainer; the count, written last, makes it visible.
 
         Args:
-            clock_ahead_ns: How far the sender's clock is ahead; None: unknown, perhaps by days, so
-                that the message counts as posted now.
+            clock_ahead_ns: How far the sender's clock is ahead; None: unknown (it may be days), so
+                the message counts as posted now.
         """
         slots, sequence = self.slots, delivery.sequence
         posted_ns = received_ns = time.monotonic_ns()
@@ -134,7 +134,7 @@ class ReceivingLink(LinkHalf):
         self.next_s = now_s + (_FIRST_PING_S if self._pings_sent < _FIRST_PINGS else _PING_S)
 
     def statistics(self) -> dict[str, Any]:
-        """The engine's counts, the peer's errors, and its clock."""
+        """The engine's counts, the peer's errors, and the error of its clock."""
         return {
             **self.engine.statistics(),
             "wrong_checksums": self._wrong_checksums,

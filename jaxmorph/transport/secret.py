@@ -1,8 +1,8 @@
 """The run's secret: where it comes from, how two ends prove that they know it, and what they seal.
 
-The secret itself is sent nowhere. Two ends of a connection exchange random nonces and HMACs of
-them, and make keys from both nonces, so that everything that follows can be authenticated.
-docs/explanation/security.md says what that defends.
+The secret itself is never sent. Two ends of a connection exchange random nonces and HMACs of
+them, and derive keys from both nonces, so that everything that follows can be authenticated.
+docs/explanation/security.md says what this protects.
 """
 
 import hmac
@@ -19,7 +19,7 @@ from jaxmorph.errors import UserError
 
 VARIABLE = "JAXMORPH_SECRET_FILE"
 SECRET_FILE = ".secret"
-"""Its name in a run's directory."""
+"""The name of the secret's file in a run's directory."""
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -37,7 +37,7 @@ def run_secret(directory: Path | None) -> bytes:
         directory: None: the run has none.
 
     Raises:
-        UserError: The secret's file can't be made or read, or others can.
+        UserError: If the secret's file can't be made or read, or if other users can access it.
     """
     named = os.environ.get(VARIABLE)
     if named:
@@ -58,7 +58,7 @@ def run_secret(directory: Path | None) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Make a new secret, unless another rank is quicker: a link replaces nothing."""
+    """Make a new secret, unless another rank is quicker: `os.link` replaces no file."""
     written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(written, _NEW, 0o600), "w") as file:
@@ -100,7 +100,7 @@ def _problem(path: Path, what: str) -> UserError:
 
 
 def hand_down() -> int:
-    """A new secret in a file without a name: its descriptor, which child processes inherit."""
+    """Write a new secret to an unnamed file; returns a descriptor for child processes."""
     fd = os.memfd_create("jaxmorph secret")
     os.write(fd, secrets.token_bytes(NONCE_BYTES))
     return fd
@@ -121,14 +121,14 @@ def new_nonce() -> bytes:
 
 def derived(secret: bytes, label: str, *parts: bytes) -> bytes:
     """An HMAC-SHA256 of a label and parts: a proof of the secret, or a key made from it."""
-    # With its length before each part, no two lists of parts are the same bytes.
+    # Each part follows its length, so no two lists of parts give the same bytes.
     pieces = (label.encode(), *parts)
     framed = b"".join(len(piece).to_bytes(4, "little") + piece for piece in pieces)
     return hmac.digest(secret, framed, "sha256")
 
 
 def is_proof(proof: bytes, secret: bytes, label: str, *parts: bytes) -> bool:
-    """Whether it is `derived` from the same."""
+    """Whether `proof` is what `derived` returns for the other arguments."""
     return hmac.compare_digest(proof, derived(secret, label, *parts))
 
 
@@ -144,9 +144,9 @@ def plain_check(data: Any) -> bytes:
 class Seal:
     """Authenticates the messages of one end of a connection; the other end has one like it.
 
-    A seal is a keyed BLAKE2b over the message and its number on the connection, so none can be
-    made, changed, left out, repeated or moved without the key. Seals are made and checked in the
-    order of the messages.
+    A seal is a keyed BLAKE2b over the message and its number on the connection. So without the key
+    no message can be forged, changed, dropped, repeated or reordered. Seals are made and checked in
+    the order of the messages.
     """
 
     __slots__ = ("_key", "_number")

@@ -55,8 +55,8 @@ class OutgoingChannel(ChannelEnd):
             sequence = incomplete.popleft()
             if slots.is_complete(sequence):
                 info = slots.read_info(sequence)
-                # A device's time for a payload is not the link's latency, so its message counts as
-                # posted now, as does any that was announced before its payload was complete.
+                # The time a device takes for a payload is not link latency, so its message counts
+                # as posted now. So does a message that an earlier call found incomplete.
                 if index < known or info.posted_ns == NO_TIME_NS:
                     info = info._replace(posted_ns=time.monotonic_ns())
                     slots.write_posted(sequence, info.posted_ns)
@@ -82,7 +82,7 @@ class SendingLink(LinkHalf):
     Attributes:
         next_s: When to call `after_reads` at the latest, to about a millisecond.
         exact_s: Another time to call it, to some microseconds.
-        was_up: Whether the peer has ever been there, even for an earlier sidecar.
+        was_up: Whether a lane to the peer has ever been up, even an earlier sidecar's.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class SendingLink(LinkHalf):
         return next_s
 
     def refused_for_s(self, now_s: float) -> float:
-        """How long connections to a peer that was there once have been refused."""
+        """How long a peer that was up before has refused connections; 0 if it doesn't."""
         refused = any(dialler.was_refused for dialler in self._diallers.values())
         if not (refused and self.was_up) or self._lanes:
             self._refused_since_s = _NEVER

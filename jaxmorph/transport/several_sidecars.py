@@ -1,9 +1,9 @@
-"""A rank's data plane whose messages several sidecars move, where one processor core can't.
+"""A rank's data plane with several sidecars, for messages that one processor core can't move.
 
-Each sidecar is a data plane of its own: a process with slots, ports, and lanes to the sidecars of
-the same number at its peers. A channel's messages take turns: message n goes by sidecar n modulo
-their number, and the receiver takes them in the same turns. So each sidecar keeps the guarantees
-of its messages alone, and their order in the channel is that of the turns.
+Each sidecar is a data plane of its own: a process with slots, ports, and lanes to its peers'
+sidecars of the same number. A channel's messages take turns: of k sidecars, number n % k carries
+message n, and the receiver takes messages in the same turns. So each sidecar guarantees only its
+own messages, and the turns give their order in the channel.
 """
 
 import time
@@ -67,7 +67,7 @@ class SeveralSidecars(DataPlane):
         settings: TransportSettings | None = None,
         start_one: StartOne = SidecarPlane,
     ) -> None:
-        super().__init__((), (), 0, lambda: None)  # all ends are those of the sidecars' planes
+        super().__init__((), (), 0, lambda: None)  # the sidecars' planes have the ends
         self._rank, self._settings = rank, settings or TransportSettings()
         self._specs = tuple(outgoing), tuple(incoming)
         self._num_slots = {spec.name: spec.num_slots for spec in (*outgoing, *incoming)}
@@ -86,11 +86,11 @@ class SeveralSidecars(DataPlane):
         return sorted(ends - {self._rank})
 
     def addresses(self) -> list[Address]:
-        """Where peers reach this rank: one host and port a card for each sidecar in turn."""
+        """Where peers reach this rank: each sidecar in turn has one host and port for each card."""
         return [address for plane in self.planes for address in plane.addresses()]
 
     def connect(self, peers: Mapping[int, Sequence[Address]], secret: bytes) -> None:
-        """Connect each sidecar to those of the same number."""
+        """Connect each sidecar to the peers' sidecars of the same number."""
         count = len(self.planes)
         for rank, addresses in peers.items():
             if len(addresses) % count:
@@ -98,7 +98,7 @@ class SeveralSidecars(DataPlane):
                 raise TransportError(f"{found}, expected as many for each of {count} sidecars")
         self._gone -= peers.keys()
         for number, plane in enumerate(self.planes):
-            # With another secret, one that dials a sidecar of another number is a stranger there.
+            # Each number has its own secret, so a sidecar of another number is rejected.
             own = derived(secret, f"sidecar {number} of {count}")
             plane.connect({rank: _share(at, number, count) for rank, at in peers.items()}, own)
 
@@ -134,7 +134,7 @@ class SeveralSidecars(DataPlane):
     def resize(self, channel: ChannelName, num_slots: int, timeout_s: float = 60.0) -> None:
         """Give this rank's end of a channel other slots, shared among its sidecars.
 
-        If that fails half-way, for which all but a few messages must be at rest, try it again.
+        Changes no slots before all are at rest. If it fails half-way, call it again.
         """
         deadline_s = time.monotonic() + timeout_s
         own = _slots_each(num_slots, len(self.planes))
@@ -159,7 +159,7 @@ class SeveralSidecars(DataPlane):
         """Replace the emulated conditions, for all messages posted from now on.
 
         Raises:
-            UserError: Several sidecars would share a bandwidth, or a device's copies.
+            UserError: If several sidecars would share a bandwidth, or a device's copies.
         """
         shared = (
             rate for each in conditions for rate in (each.bandwidth_mbps, each.host_copy_gbps)
@@ -207,7 +207,7 @@ class SeveralSidecars(DataPlane):
 
     def close(self, *, flush: bool = True) -> None:
         """End all sidecars at once and free the memory."""
-        if flush:  # all, before any ends: a peer that one of them leaves is gone for all
+        if flush:  # all before any ends: a peer gives up all once one is gone
             self.flush(time.monotonic() + FLUSH_S)
         planes, self.planes = self.planes, []
         if len(planes) == 1:
@@ -226,7 +226,7 @@ class SeveralSidecars(DataPlane):
         )
         try:
             for number in range(count):
-                # A channel's messages keep different numbers: copies into slots go by them.
+                # Message numbers differ between sidecars: copies identify slots by them.
                 first = add(self._settings.first_sequence, number * _APART)
                 settings = replace(self._settings, number=number, first_sequence=first)
                 plane = self._start_one(self._rank, outgoing, incoming, settings)

@@ -97,9 +97,9 @@ class Sidecar:
         return min((link.poll(now_s) for link in links), default=math.inf)
 
     def _check(self, now_s: float) -> None:
-        """Look for counts that changed without a ring, for peers that are gone, for the trainer."""
+        """Check for counts changed without a ring, peers that refuse, and the trainer's end."""
         self._checked_s = now_s
-        self._loop.turn(0.0)  # reads the trainer's records before what it posted after them
+        self._loop.turn(0.0)  # read the trainer's records before the messages it posted later
         self._look()
         for peer, sending in self._sending.items():
             receiving = self._receiving.get(peer)
@@ -114,9 +114,9 @@ class Sidecar:
             self._ending = "its trainer has ended"
 
     def _watch_trainer(self, page: Page, now_s: float) -> None:
-        """End a trainer that made no progress and can't end itself: it is stopped, for example."""
+        """Kill a trainer that makes no progress and can't end itself, such as a stopped one."""
         self._looked_s = now_s
-        wait_s = OTHERS_WAIT_S + LOOK_S * (1 + self._number)  # after the launcher, one by one
+        wait_s = OTHERS_WAIT_S + LOOK_S * (1 + self._number)  # after the launcher, one at a time
         stall = page.stalled(self._parent, now_s, wait_s)
         if stall is None or os.getppid() != self._parent:
             return
@@ -206,7 +206,7 @@ class Sidecar:
         self._look()
 
     def _do_met(self, fds: tuple[int, ...], peers: list[int]) -> None:
-        """An earlier sidecar had lanes to these peers: one that refuses connections is gone."""
+        """Note the peers of an earlier sidecar's lanes: one that refuses now may be gone."""
         for peer in peers:
             if peer in self._sending:
                 self._sending[peer].was_up = True
@@ -361,7 +361,7 @@ def _mapped(fd: int, num_slots: int, slot_bytes: int) -> Slots:
 
 
 def _has_left(lane: Lane) -> bool:
-    """Send what is left, then wait for the peer to close; returns whether it has."""
+    """Send what is left; returns whether the peer has closed, or the lane has failed."""
     try:
         if lane.flush():
             lane.finish_sending()
@@ -375,7 +375,7 @@ def main() -> None:
     """Serve the trainer at the other end of the descriptor given as the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     continue_when_parent_ends()
-    # Each channel and each lane has descriptors.
+    # Each channel and each lane needs descriptors.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     gc.freeze()

@@ -108,8 +108,8 @@ class SidecarProcess:
             while another thread holds `changing`.
         received: Called on a thread of its own with each record that answers no request.
         failed: Called once, when it can't be started again or has died too often.
-        silent_s: Without a sign of life for so long it is killed, and the next one takes its place.
-        number: Its own among the rank's sidecars.
+        silent_s: A sidecar is killed and replaced after so many seconds without a sign of life.
+        number: The sidecar's number among those of its rank.
 
     Attributes:
         changing: Held while records are sent, and while the next sidecar is set up.
@@ -148,7 +148,7 @@ class SidecarProcess:
             send_record(self._link, record, fds)
 
     def request(self, record: Record, fds: tuple[int, ...], timeout_s: float) -> Record | None:
-        """Its answer to a record; None if it dies or doesn't answer in time."""
+        """The sidecar's answer to a record; None if it dies or doesn't answer in time."""
         number, answers = next(self._numbers), queue.SimpleQueue[Record | None]()
         self._requests[number] = answers
         try:
@@ -183,7 +183,6 @@ class SidecarProcess:
         self._link.close()
 
     def _start_next(self) -> None:
-        """Start the next generation and send its first records."""
         self.generation += 1
         self._link, theirs = socket.socketpair()
         with theirs:
@@ -216,7 +215,7 @@ class SidecarProcess:
         reader, page = RecordReader(), Page(progress.share())
         readable = select.poll()
         readable.register(self._link, select.POLLIN)
-        begun = page.beats(self._number)  # it may take long until its first sign of life
+        begun = page.beats(self._number)  # its first sign of life may take long
         silence = Silence(begun, time.monotonic())
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -243,7 +242,7 @@ class SidecarProcess:
         answers = self._requests.get(record.pop("request", 0))
         if answers is not None:
             answers.put(record)
-        elif record["kind"] != "answer":  # else: to a request that has timed out
+        elif record["kind"] != "answer":  # else: the answer to a request that has timed out
             self._received(record)
 
     def _may_restart(self) -> bool:

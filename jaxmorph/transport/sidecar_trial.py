@@ -1,4 +1,4 @@
-"""What sidecars can move on this host: a short burst from one rank's to another's, both here."""
+"""Measures what sidecars can move on this host, by a short burst between two ranks' sidecars."""
 
 import secrets
 import threading
@@ -19,8 +19,8 @@ class SidecarTrial(NamedTuple):
     """What was moved between two ranks' sidecars.
 
     Attributes:
-        bytes_per_s: Of both directions together, where there are two.
-        processor_s: Of the first rank's sidecars, for all bytes.
+        bytes_per_s: Of both directions together, if there are two.
+        processor_s: Processor time of the first rank's sidecars, for all bytes.
     """
 
     bytes_per_s: float
@@ -43,7 +43,7 @@ def try_sidecars(
     """Move messages between the sidecars of two ranks, after a few that warm them up.
 
     Raises:
-        TimeoutError: They don't arrive, or a sidecar does not answer.
+        TimeoutError: If they don't arrive, or a sidecar does not answer.
     """
     with ExitStack() as closing:
         planes = []

@@ -1,18 +1,18 @@
 """Shared memory for a channel's messages: fixed slots, and counters that two processes read.
 
-Every item that one process writes and another polls has a cache line of 64 bytes of its own:
+Every item that one process writes and another polls has its own 64-byte cache line:
 
 ====================  ========================================================================
 line                  holds
 ====================  ========================================================================
 0                     magic, version, number of slots, bytes in a slot
-1                     `produced`: the number of the next message that is to be announced (outgoing)
-                      or delivered to the rank (incoming)
+1                     `produced`: the number of the next message to be announced (outgoing) or
+                      delivered to the rank (incoming)
 2                     `consumed`: the number of the first message that is not known to be delivered
                       (outgoing), or that the rank has not released (incoming)
 3 + 2 * slot          `signal`: message number + 1 once the payload is complete; before that, the
-                      value of an earlier message. The sidecar sends a message that is announced
-                      and has this signal
+                      value of an earlier message. The sidecar sends a message once it is announced
+                      and complete
 4 + 2 * slot          `info`: length, tag, when it was posted and when it was received
 next page             the payloads, each on pages of its own
 ====================  ========================================================================
@@ -60,9 +60,9 @@ class MessageInfo(NamedTuple):
     """The description of a message.
 
     Attributes:
-        posted_ns: When the sender posted it, by this host's monotonic clock. If its payload became
-            complete only after it was announced, or a device completes it: when the sidecar saw
-            that; 0 until then. At the receiver an estimate.
+        posted_ns: When the sender posted it, by this host's monotonic clock; at the receiver an
+            estimate. If a device completes the payload (0 until then), or the sidecar first found
+            it incomplete: when the sidecar saw it complete.
         received_ns: When it was delivered: it and all messages before it on the channel were
             complete. 0 at the sender's end.
     """
@@ -113,7 +113,7 @@ class Slots:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The page-aligned address of all of it in this process, and its length in bytes."""
+        """The page-aligned address of the whole memory in this process, and its length in bytes."""
         return self._base, len(self._bytes)
 
     @property
@@ -254,11 +254,11 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _order() -> None:
-    """Keep what is read and written before this in front of what comes after, for other processes.
+    """Order the reads and writes before this call ahead of those after it, for other processes.
 
-    x86-64 keeps stores in order, and loads too, so this binds the compiler alone. AArch64 lets both
-    move into a lock from either side, but keeps a release before the next acquire: what is before
-    the first release stays there, and what is behind the second acquire too. (Reasoned from Arm's
+    x86-64 keeps stores in order, and loads too, so there this binds only the compiler. AArch64 lets
+    both move into a locked section from either side, but keeps a release before the next acquire:
+    nothing moves down past the first release, or up past the second acquire. (Reasoned from Arm's
     memory model, not tested on such a machine.)
     """
     with _lock:
@@ -271,7 +271,7 @@ def _order() -> None:
 def _anonymous_memory(num_bytes: int) -> int:
     """A file descriptor of new zeroed memory that has no name and a fixed size."""
     fd = os.memfd_create("jaxmorph-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.fchmod(fd, 0o600)  # others could open it through /proc
+    os.fchmod(fd, 0o600)  # else other users could open it through /proc
     _set_size(fd, num_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd

@@ -1,7 +1,7 @@
 """The frames that two sidecars exchange: their fields, limits and bytes, and who may send which.
 
 A frame is a head (magic, version, type, length of the body), a body, and a check of both: in the
-handshake a hash, which finds flipped bits, later a seal, which only the other end can have made
+handshake a hash, which finds flipped bits; later a seal, which only the other end can have made
 (`secret`). All numbers are little-endian. The payload follows its `Chunk` and is not part of the
 frame: a lane receives it straight into its place. Nothing here does I/O.
 """
@@ -44,7 +44,7 @@ class Introduce(NamedTuple):
             `connect`.
         lane: The number of this connection to that rank, from 0.
         chunk_bytes: The length of every chunk except a message's last.
-        algorithms: Its payload checksums, best first (see `lanes`); at most four.
+        algorithms: The payload checksums it offers, best first (see `lanes`); at most four.
         nonce: The counter-challenge, 32 random bytes.
         proof: HMAC-SHA256 of all the above and the challenge, 32 bytes.
     """
@@ -64,7 +64,7 @@ class Welcome(NamedTuple):
 
     rank: int
     generation: int  # of the receiving rank, as in `Introduce`
-    algorithm: int  # one of the offered
+    algorithm: int  # one of those offered
     proof: bytes = bytes(PROOF_BYTES)
 
 
@@ -127,7 +127,7 @@ class Gone(NamedTuple):
 
 
 class AgentPart(NamedTuple):
-    """Part of the description by which a sender can write into the receiver's memory."""
+    """Part of the description that lets a sender write into the receiver's memory."""
 
     total: int  # bytes of the description
     offset: int  # parts come in order
@@ -286,7 +286,7 @@ def _plain(kind: type[Any]) -> tuple[_Pack, _Unpack]:
 
 
 def _with_channel(kind: type[Any]) -> tuple[_Pack, _Unpack]:
-    """A frame whose first field is a channel, and the others the layout's."""
+    """A frame whose first field is a channel; its other fields are the layout's."""
     layout, start = _LAYOUTS[kind], _STARTS[kind]
 
     def packed(frame: Any) -> bytes:
@@ -390,7 +390,7 @@ class FrameReader:
 
     Attributes:
         payload_left: Bytes of the last chunk's payload that haven't been taken or skipped.
-        check: Of the next frame; after a handshake the peer's seal.
+        check: The check of the next frame; after a handshake, the peer's seal.
     """
 
     def __init__(self, accepted: Iterable[type[Any]]) -> None:

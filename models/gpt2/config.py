@@ -19,8 +19,8 @@ class GPT2Config:
       attention: "xla", "cudnn", or "auto": cuDNN if the device has it.
       dropout: the share of the embedding's output, and of what each branch adds to the residual
         stream, that a training step sets to zero.
-      sequence_parallel: whether the devices of a stage have parts of the sequence between products,
-        where all would have the whole.
+      sequence_parallel: whether each device of a stage has a part of the sequence between products,
+        instead of the whole.
     """
 
     vocab_size: int

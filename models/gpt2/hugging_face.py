@@ -1,9 +1,9 @@
 """Reads and writes GPT-2's weights in Hugging Face's format: safetensors, in one file or several.
 
-Every tensor is one of our leaves: Hugging Face's matrices are [inputs, outputs] too (its Conv1D),
-and queries, keys and values are one matrix, in this order, where ours has one head after another.
-Names begin with `transformer.` in files of the whole model, and do not in those of a model without
-its head.
+Every tensor is one of our leaves: Hugging Face's matrices are [inputs, outputs] too (its Conv1D).
+Queries, keys and values are one matrix in both, but in this order there, and one head after another
+here. Names begin with `transformer.` in files of the whole model, but not in those of a model
+without its head.
 """
 
 import json

@@ -3,7 +3,7 @@
 Shape suffixes: B microbatch, T sequence, W width, H heads, K width of a head, V vocabulary.
 Parameters are float32. Activations and matrix products are in the configuration's compute dtype;
 normalisation, the softmax and the loss are in float32. Parts are separate modules, not one model:
-a pipeline stage runs some of the blocks, and the first and last stage the ends.
+a pipeline stage runs some of the blocks, and the first and last stage also one of the ends.
 """
 
 from collections.abc import Iterable
@@ -91,9 +91,9 @@ _linear = partial(Linear, has_bias=True)
 
 
 def by_heads(columns: Any, num_heads: int) -> Any:
-    """Columns [..., 3 * W] of all queries, all keys, all values as those of one head after another.
+    """Reorders columns [..., 3 * W] of all queries, all keys, all values to one head after another.
 
-    So the parts into which columns are split over devices have whole heads.
+    So each device has whole heads where columns are split over devices.
     """
     return _turned(columns, 3, num_heads)
 
@@ -114,7 +114,7 @@ class Attention(nnx.Module):
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         width, scale = config.width, residual_scale(config.num_layers)
         self.qkv = _linear(width, 3 * width, INIT_SCALE, config, rngs)
-        # Drawn in Hugging Face's order, so a seed's model doesn't depend on ours.
+        # Drawn in Hugging Face's order, so that a seed's model doesn't depend on our order.
         self.qkv.kernel = nnx.Param(by_heads(self.qkv.kernel[...], config.num_heads))
         self.out = _linear(width, width, scale, config, rngs, sums_shards=True)
         self._head_width = width // config.num_heads

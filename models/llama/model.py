@@ -56,8 +56,8 @@ class Embedding(nnx.Module):
         positions_BT: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns [B, T, W]; positions are the blocks' matter."""
-        # Nor do the blocks need those of packed documents: a score depends on the difference of
+        """Returns [B, T, W]; the blocks apply positions."""
+        # Blocks don't need packed documents' positions either: a score depends on the difference of
         # two positions (see `rotate`), which is the same counted from the document's start.
         del positions_BT
         x_BTW = rows_of(self.token[...], tokens_BT, self._split_axis).astype(self._dtype)

@@ -2,8 +2,8 @@
 
 Each timeline has a panel; all panels share one time axis. An op shows its microbatch if there is
 room, and idle time is filled by its cause. A slow link has a lane, through which its messages run
-from sender to receiver. Each stage's warm-up forwards stand beside it, and the slackness between
-two stages. All sizes are in inches, and y points downwards.
+from sender to receiver. Each stage's warm-up forwards stand beside its row, and the slackness of
+two neighbours between theirs. All sizes are in inches, and y points downwards.
 """
 
 import math
@@ -128,7 +128,7 @@ class _Rows:
 
     @property
     def rows_per_label(self) -> int:
-        """The number of rows of which one has a label."""
+        """One of so many rows has a label."""
         return max(1, math.ceil(_LEAST_LABEL / self.row))
 
     @property
@@ -285,7 +285,7 @@ class _Drawing:
         for count, y in labelled:
             self._beside(str(count), y, _WARMUP_POINTS, rows.label_points, _INK)
         self._beside("warm-up", -0.1, _WARMUP_POINTS, 7.5)
-        # With chunks, the difference of two ranks' totals is no slackness of any pair of stages.
+        # With chunks, the difference of two ranks' totals is not the slackness of two stages.
         if timeline.placement.num_chunks > 1 or len(warmups) < 2 or rows.rows_per_label > 1:
             return
         self._beside("slackness", -0.1, _SLACKNESS_POINTS, 7.5)

@@ -37,8 +37,8 @@ def messages_in_flight(
 ) -> Iterator[Message]:
     """The messages over links with a delay, stage by stage.
 
-    A message with a recorded arrival left the link's delay before it, since a transfer begins only
-    when both ends are ready. Any other message leaves at the end of its op.
+    A message with a recorded arrival leaves one link delay before that, because a transfer begins
+    only when both ends are ready. Any other message leaves at the end of its op.
     """
     placement = timeline.placement
     directions = outgoing(links, placement)

@@ -66,7 +66,7 @@ def fitting_width(timeline: Timeline) -> int:
 
 
 def _even_columns(timeline: Timeline, most: int) -> int:
-    """At most so many columns that the shortest op has a whole number of them, if two or more."""
+    """The most columns that give the shortest op a whole number of at least two; else `most`."""
     shortest_ms = min(_durations_ms(timeline), default=0.0)
     if not shortest_ms:
         return most

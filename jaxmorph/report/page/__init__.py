@@ -20,7 +20,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
         out: The file; None: `report.html` in the directory.
 
     Raises:
-        UserError: The directory is neither's, or the file can't be written.
+        UserError: It is no directory of a run or a comparison, or the file can't be written.
     """
     # Imported here, so that `REPORT` can be imported without Matplotlib and Jinja.
     from jaxmorph.report.page.comparison_page import comparison_page

@@ -13,7 +13,7 @@ from jaxmorph.report.page.html import UNKNOWN, inline_svg, milliseconds
 from jaxmorph.report.text import describe_routes
 
 MOST_ROWS = 200
-"""A longer table keeps half as many of the first events, and of the last."""
+"""A longer table keeps its first and last events, half of this number each."""
 
 _MOST_SAMPLES = 24
 _MOST_CHARACTERS = 500
@@ -24,7 +24,7 @@ class Evidence(NamedTuple):
     """A piece of evidence of an event: a text with a picture of its samples, or compared plans.
 
     Attributes:
-        plans: Its role, the plan in words, and whether it was chosen.
+        plans: For each its role, the plan in words, and whether it was chosen.
     """
 
     text: str = ""

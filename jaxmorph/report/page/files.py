@@ -51,7 +51,7 @@ def read_run_files(path: Path) -> RunFiles:
     """Read a run directory.
 
     Raises:
-        UserError: It is no run's, or can't be read.
+        UserError: It is not a run's directory, or can't be read.
     """
     if not (path / CONFIG).is_file():
         raise UserError(f"report: got {path}, expected a run directory, with a {CONFIG}")

@@ -62,7 +62,7 @@ def inline_svg(label: str, draw: Callable[[], Figure]) -> Markup:
     """
     written = StringIO()
     with rc_context(STYLE), catch_warnings():
-        filterwarnings("ignore", "Glyph")  # a glyph that this machine lacks, the browser may have
+        filterwarnings("ignore", "Glyph")  # the browser may have a glyph that this machine lacks
         figure = draw()
         figure.savefig(written, format="svg", transparent=True)
     start, inner = written.getvalue().partition("<svg")[2].split(">", 1)

@@ -30,10 +30,10 @@ from jaxmorph.report.text import (
 from jaxmorph.schedule.timeline import Timeline
 
 MOST_DRAWN = 8
-"""Of more changes, half as many of the first and of the last are drawn, to keep the page small."""
+"""If there are more changes, only the first and last few are drawn, half of this number each."""
 
 _OUTLIER, _NEARLY_ALL_STEPS = 4.0, 0.98
-"""The y axis ends at this many times the length of nearly all steps, which would else look flat."""
+"""The y axis ends at this many times the length of nearly all steps, or they would look flat."""
 _MOST_PLANS = 40
 _MOST_LINKS, _NEARLY_ALL_TRANSFERS = 8, 0.995
 """Of more links, the slowest are drawn; the slowest few transfers don't set the scale."""
@@ -402,7 +402,7 @@ def _shown(chosen: Mapping[str, int], files: RunFiles, change: Change | None) ->
 
 
 def _of_replicas(name: str, found: Mapping[str, Timeline]) -> Iterator[tuple[str, Timeline, str]]:
-    """The name of each replica's step, its timeline, and what its planned one is called."""
+    """The name of each replica's step, its measured timeline, and the name of its planned one."""
     for key in sorted(found):
         replica, is_one, _ = key.rpartition("measured")
         if is_one:
