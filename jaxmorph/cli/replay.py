@@ -81,7 +81,6 @@ def print_replay(
 
 
 def _config(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """The run's configuration with the overrides."""
     for override in overrides:
         if not override.startswith(_SECTION):
             raise UserError(f"replay: got {override}, expected {_SECTION}KEY=VALUE")

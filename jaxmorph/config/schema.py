@@ -252,7 +252,6 @@ def _opportunistic_problems(emulation: Emulation) -> Iterator[Problem]:
 
 
 def _waiting_problems(config: Config) -> Iterator[Problem]:
-    """Yields the contradictions between limits on waiting."""
     if (config.timeouts.direct_s or 0.0) > config.timeouts.step_s:
         expected = f"null, or at most timeouts.step_s, which is {config.timeouts.step_s:g}"
         yield mismatch("timeouts.direct_s", config.timeouts.direct_s, expected)

@@ -203,7 +203,7 @@ class _Board:
 
 @dataclass
 class _LimitedChannel:
-    """The messages of a delegated channel with ``num_slots`` slots at each end.
+    """The messages of a delegated channel with `num_slots` slots at each end.
 
     A message leaves when the receiver's end has a slot for it, and frees the sender's slot when it
     arrives. The receiver's slot is free once its host has taken the message. The sender learns of
@@ -351,7 +351,6 @@ class _Rank:
 
 
 def _op_ms(costs: StageCosts, program: RankInstructions) -> dict[OpKind, float]:
-    """How long a rank's ops of each kind take."""
     return {kind: costs.duration_ms(program.rank, kind) / program.num_chunks for kind in OpKind}
 
 

@@ -298,7 +298,6 @@ def _rows(schedule: Schedule, places: GlobalOrder, routes: Routes) -> list[list[
 
 
 def _in_order(parts: Sequence[tuple[Keys, list[Instruction]]]) -> list[Instruction]:
-    """Instructions sorted by their keys."""
     keys, instructions = zip(*parts, strict=True)
     time_us, turn, tie = map(np.concatenate, zip(*keys, strict=True))
     every = [*chain.from_iterable(instructions)]

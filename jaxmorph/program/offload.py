@@ -35,7 +35,7 @@ def offload(
     ahead: int = 1,
     early: bool = False,
 ) -> RankInstructions:
-    """The instructions with the fewest offloads that fit the device; unchanged if they fit without.
+    """The instructions with the fewest offloads that fit the device; unchanged if they already fit.
 
     An offload starts right after its F, so that the copy has the most time. The stash comes back
     as soon as there is room, at most ``ahead`` ops before its B. An instruction that needs
@@ -178,7 +178,6 @@ def _with_copies(
     memory: StageMemory,
     ahead: int,
 ) -> RankInstructions:
-    """The instructions with copies of the chosen stashes and waits for room."""
     fetched_before = _fetches(ops, chosen, memory, ahead)
     instructions: list[Instruction] = []
     at = -1  # the position of the last op

@@ -174,10 +174,9 @@ def _round_trip(times: Sequence[StageTimes], alone: LoneTimes, stage: int) -> fl
 class WarmupBound:
     """Lower bounds of one problem for given warm-ups.
 
-    A stage runs its warm-up forwards before its first B, and never has more forwards than these
-    waiting for their B. So microbatches take turns in that many places. The bounds are in whole
-    picoseconds and compare exactly with makespans. The workload must not be mirrored; its memory is
-    ignored.
+    A stage runs its warm-up forwards before its first B and never has more forwards waiting for B.
+    So microbatches take turns in that many places. The bounds are in whole picoseconds and compare
+    exactly with makespans. The workload must not be mirrored; its memory is ignored.
     """
 
     def __init__(self, workload: Workload) -> None:

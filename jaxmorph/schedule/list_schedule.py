@@ -89,9 +89,8 @@ def to_picoseconds(milliseconds: float) -> int:
 class Rule:
     """How an idle stage chooses its next op.
 
-    It runs the favoured of F and B if that is ready, else the other one, else W. But it waits
-    instead of running a less favoured op if a better one is ready soon and the stage can spare the
-    time.
+    It runs the favoured of F and B if that is ready, else the other one, else W. It waits instead
+    of running a less favoured op if a better one comes soon and the stage can spare the time.
 
     Args:
         backward_first: Whether B is favoured, as in Algorithm 3; else F is.

@@ -202,7 +202,7 @@ class _Trials:
         self.best = _schedule(workload, start, self._bound.of(start))
 
     def improve(self, warmup: tuple[int, ...]) -> bool:
-        """Tries warm-ups unless their bound rules them out; returns whether they are the best."""
+        """Tries warm-ups unless their bound rules them out; True if they are the best so far."""
         self.tried.add(warmup)
         bound = self._bound.of(warmup)
         if bound >= self.best.makespan:

@@ -69,7 +69,7 @@ def partition(
     last_extra_ms: float,
     num_stages: int,
 ) -> tuple[int, ...]:
-    """The number of layers per stage, at least 1, whose slowest stage is fastest; exact.
+    """The number of layers per stage, at least 1, that makes the slowest stage fastest; exact.
 
     Among equal cuts it takes the one whose stages' times differ least (the least sum of squares),
     then the one nearest to the even cut, then the one with fewer layers on earlier stages, which

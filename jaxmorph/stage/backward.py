@@ -358,7 +358,7 @@ def _cut_after_forward(joint: JointTrace, origin: dict[Var, Origin]) -> list[Var
     """Returns the stash: the fewest bytes of the forward from which the backward can continue.
 
     What F computes for the output stays in F, but the backward may repeat cheap equations. What
-    only the backward uses and needs no output gradient may run on either side.
+    only the backward uses may run on either side if it needs no output gradient.
     """
     of_output = set(map(id, joint.needed(joint.outputs)))
     graph, known = ValueGraph(), set(joint.inputs)

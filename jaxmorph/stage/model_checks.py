@@ -6,7 +6,7 @@ functions are traced over the shapes of one microbatch, so nothing is compiled, 
 model is; only the head runs, on one example.
 
 The checks can't see that a function reads random numbers of numpy, time or files: for JAX they are
-constants. It is no error if no gradient reaches a parameter, because that may be intended.
+constants. It is no error if no gradient reaches a parameter: that may be intended.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ from jaxmorph.stage.model import (
     without_randomness,
 )
 
-_PEAK_TFLOPS = (  # the first name found in the device's counts: longer names come first
+_PEAK_TFLOPS = (  # the first name found in the device's counts: variants precede their family
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
     ("H100", 989.0),
