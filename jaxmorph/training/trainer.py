@@ -39,6 +39,7 @@ from jaxmorph.training.cluster import require_one_host
 from jaxmorph.training.open_stage import add_slots
 from jaxmorph.training.plan_in_force import plan_step, unmeasured_profile
 from jaxmorph.training.remap import Moved, Remapping
+from jaxmorph.training.resume import RunStart
 from jaxmorph.training.run import Run, Training, begin_training, fail_together, load_run, plan_run
 from jaxmorph.training.run_checkpoints import RunCheckpoints, TrainedOn
 from jaxmorph.training.run_parts import unreached_in_words
@@ -150,7 +151,8 @@ class Trainer:
             _log.warning("Trainer ignores %s: only `jaxmorph train` reads these sections", sections)
         require_one_host(self.config, self._rendezvous)
         plan_step(self.config, unmeasured_profile(self.config))
-        if self.config.model.weights is not None:
+        start = self._find_start(directory, resume)
+        if self.config.model.weights is not None and not (start and start.first_step):
             check_weights(model, self.config.model.weights)
         self._compilations = CompilationCounter() if directory else None
         self._shapes = example_shapes(example, self.config, shorter)
@@ -159,7 +161,9 @@ class Trainer:
         self._last: StepResult | None = None
         self._moved: Moved | None = None
         with ExitStack() as opening:
-            checkpoints = self._open_directory(opening, directory, resume)
+            checkpoints = None if start is None else self._open_directory(opening, start)
+            if checkpoints is not None:
+                self.config = checkpoints.starting_config
             self._load = partial(
                 load_run,
                 rendezvous=self._rendezvous,
@@ -407,16 +411,17 @@ class Trainer:
         self._open_stage()
         self._begun(self._cut(batch))
 
-    def _open_directory(
-        self, opening: ExitStack, directory: Path | None, resume: bool
-    ) -> RunCheckpoints | None:
+    def _find_start(self, directory: Path | None, resume: bool) -> RunStart | None:
+        """How the run begins; None if nothing is written."""
+        if directory is not None:
+            return verified_script_start(self.config, self._rendezvous, resume=resume)
+        if resume:
+            expected = "run.dir in the configuration: where the run's checkpoints are"
+            raise UserError(f"resume: got True, expected {expected}")
+        return None
+
+    def _open_directory(self, opening: ExitStack, start: RunStart) -> RunCheckpoints:
         """Open the run's directory on rank 0; all ranks learn where it is."""
-        if directory is None:
-            if resume:
-                expected = "run.dir in the configuration: where the run's checkpoints are"
-                raise UserError(f"resume: got True, expected {expected}")
-            return None
-        start = verified_script_start(self.config, self._rendezvous, resume=resume)
 
         def open_it() -> FoundRun:
             record = opening.enter_context(start.open_record(Reporter()))

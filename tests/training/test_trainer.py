@@ -1,6 +1,7 @@
 """Errors that a trainer raises before it compiles, and its steps on doubles."""
 
 import math
+import shutil
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +27,7 @@ from jaxmorph.runtime.report import StepTimings
 from jaxmorph.runtime.step import StepRunner
 from jaxmorph.schedule.ops import Op, OpKind
 from jaxmorph.stage.model import last_activations
+from jaxmorph.stage.parameters import init_stage_params, write_model
 from jaxmorph.training.adaptation import Adaptation
 from jaxmorph.training.callbacks import SkippedSteps
 from jaxmorph.training.loop import Loop
@@ -34,6 +36,9 @@ from jaxmorph.training.trainer import Trainer
 
 MODEL = gpt2.build(
     preset="tiny", sequence_length=128, vocab_size=16, num_layers=2, width=8, num_heads=2
+)
+SMALL = gpt2.build(
+    preset="tiny", sequence_length=8, vocab_size=16, num_layers=1, width=8, num_heads=2
 )
 
 
@@ -126,17 +131,14 @@ def test_the_next_trainer_compiles_no_part_of_its_stage(tmp_path, monkeypatch):
 def begin(tmp_path):
     """Makes a trainer of one stage with a run directory, and a batch for it."""
 
-    def begin(**sections):
+    def begin(resume=False, **sections):
         config = {
             "run": {"dir": str(tmp_path / "run")},
             "batch": {"microbatches": 1, "microbatch_size": 1},
             "data": {"sequence_length": 8},
         }
-        model = gpt2.build(
-            preset="tiny", sequence_length=8, vocab_size=16, num_layers=1, width=8, num_heads=2
-        )
         tokens = np.arange(8, dtype=np.int32).reshape(1, 8)
-        return Trainer(model, config | sections), (tokens, tokens)
+        return Trainer(SMALL, config | sections, resume=resume), (tokens, tokens)
 
     return begin
 
@@ -163,6 +165,29 @@ def test_a_script_that_is_asked_to_stop_is_saved(begin, tmp_path):
     assert saved.name == "step_2"
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"asked to end after 2 steps"' in events
+
+
+def test_a_resume_needs_no_initial_weights(begin, tmp_path):
+    weights = tmp_path / "weights"
+    params = init_stage_params(SMALL, jax.random.key(1), range(1), is_first=True, is_last=True)
+    write_model(SMALL, str(weights), [(range(1), params)])
+    sections = {
+        "run": {"dir": str(tmp_path / "second")},
+        "model": {"weights": str(weights)},
+        "checkpoint": {"every_steps": 1},
+    }
+    trainer, batch = begin(**sections)
+    with trainer:
+        trainer.step(batch)
+        loss = trainer.step(batch).loss
+    shutil.rmtree(weights)
+    with pytest.raises(UserError, match=r"model\.weights"):
+        begin(**sections | {"run": {"dir": str(tmp_path / "third")}})
+    assert not (tmp_path / "third").exists()
+    trainer, _ = begin(resume=True, **sections)
+    with trainer:
+        assert trainer.next_step == 2
+        assert trainer.step(batch).loss < loss
 
 
 def directory_of(source):
@@ -216,8 +241,8 @@ def test_all_ranks_raise_rank_0s_directory_error(monkeypatch, tmp_path, error, e
     for rank, expected in enumerate([error, elsewhere]):
         trainer._rendezvous = SoleRank()
         trainer._rendezvous.rank = rank
-        with pytest.raises(type(expected)) as raised, ExitStack() as opening:
-            trainer._open_directory(opening, tmp_path, resume=False)
+        with pytest.raises(type(expected)) as raised:
+            trainer._find_start(tmp_path, resume=False)
         assert str(raised.value) == str(expected)
         assert (raised.value is error) == (rank == 0)
 
