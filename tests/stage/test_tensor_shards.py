@@ -195,6 +195,18 @@ def test_a_model_that_computes_something_else_is_refused(part, change, what):
         check_shards(wrong, 2, SHAPES)
 
 
+def test_a_small_wrong_gradient_hides_behind_no_large_one():
+    layer = MODELS["gpt2"](tied=False).layer
+
+    def wrong(params, x):
+        bias, scale = params["mlp_norm"]["bias"], tensor_axis.num_shards()
+        bias = bias / scale + jax.lax.stop_gradient(bias - bias / scale)
+        return layer(params | {"mlp_norm": params["mlp_norm"] | {"bias": bias}}, x)
+
+    with pytest.raises(UserError, match="layer: got another gradient of its parameters where"):
+        check_shards(wrong_model(layer=wrong), 2, SHAPES)
+
+
 def test_numbers_that_only_splitting_spoils_are_refused():
     layer = MODELS["gpt2"](tied=False).layer
 
