@@ -37,10 +37,11 @@ from jaxmorph.stage.build import OP_KINDS
 from jaxmorph.stage.model import MicrobatchShapes
 
 ON_CPU = {"(B+W)/BW": 1.20, "(F+BW)/plain": 1.10, "B/BW": 0.70, "compile 32/4 layers": 1.50}
-GROUPS = (1, 2, 4)
-ARRAYS = 7
-Call = Callable[[], float]
 ON_GPU = {**ON_CPU, "(B+W)/BW": 1.10, "(F+BW)/plain": 1.05}
+GROUPS = (1, 2, 4)  # microbatches of one W
+ARRAYS = 7  # sets: how fast an op is depends on where its arrays happen to lie in memory
+Call = Callable[[], float]
+"""Runs an op once, and returns the seconds it took."""
 
 
 def compile_s(sizes: Sizes, dtype: str) -> float:
@@ -65,10 +66,7 @@ def sizes_of(settings: argparse.Namespace) -> Sizes:
 def median_times_ms(
     make_calls: Callable[[], Mapping[str, Call]], settings: argparse.Namespace
 ) -> dict[str, float]:
-    """Returns the median milliseconds of some calls, which take turns, with several sets of arrays.
-
-    How fast an op is depends on where its arrays happen to lie: up to a fifth.
-    """
+    """Returns the median milliseconds of calls that take turns, over several sets of arrays."""
     rounds = []
     for _ in range(ARRAYS):
         calls = make_calls()
@@ -81,7 +79,7 @@ def median_times_ms(
 
 
 def fresh_calls(names: Iterable[str], *of: Any, **more: Any) -> dict[str, Call]:
-    """Returns what runs each op of new `StageOps` once and returns the seconds it took."""
+    """Returns the calls of ops on new arrays, those of `StageOps(*of, **more)`."""
     ops = StageOps(*of, **more)
     return {name: partial(ops.time_s, name, 1) for name in names}
 

@@ -51,7 +51,7 @@ def plan(
     max_stash_bytes: options.MaxStashBytes = None,
     stash_bytes_after_forward: options.StashBytesAfterForward = None,
     stash_bytes_after_backward: options.StashBytesAfterBackward = None,
-    weight_group: options.WeightGroup = None,
+    weight_group: Annotated[int, typer.Option(metavar="K", help="One W for K microbatches.")] = 1,
     planned_link_ms: Annotated[
         str | None, typer.Option(help="Plan for this latency, but simulate --link-ms.")
     ] = None,

@@ -60,9 +60,6 @@ StashBytesAfterForward = Annotated[
 StashBytesAfterBackward = Annotated[
     str | None, typer.Option(help="Bytes of a microbatch's stash from B to W.")
 ]
-WeightGroup = Annotated[
-    int | None, typer.Option(metavar="K", help="One W for K microbatches; default 1.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Out = Annotated[
     Path | None, typer.Option(help="Also draw the step: .png, .svg, .txt or .json (Chrome trace).")

@@ -237,9 +237,11 @@ class Limits:
 
     def of_whole_backwards(self) -> "Limits":
         """The limits where B and W are one op, so that nothing is kept for W."""
-        forward = () if self.stash_bytes is None else self.stash_bytes.after_forward
-        sizes = StashBytes(forward, (0,) * len(forward)) if forward else None
-        return replace(self, stash_bytes=sizes, weight_group=1)
+        single = replace(self, weight_group=1)
+        if self.stash_bytes is None:
+            return single
+        forward = self.stash_bytes.after_forward
+        return replace(single, stash_bytes=StashBytes(forward, (0,) * len(forward)))
 
     def of_single_weights(self, num_stages: int, num_microbatches: int) -> "Limits":
         """Limits for a schedule of one W per microbatch that keeps these once its W are grouped.
@@ -252,7 +254,7 @@ class Limits:
             return self
         memory = self.stage_memory(num_stages, num_microbatches)
         rooms = tuple(
-            stage.room  # for all: no limit
+            stage.room  # for all microbatches, so there is no limit to keep
             if stage.room >= num_microbatches * stage.needed
             else stage.room - waiting * stage.after_backward
             for stage in memory

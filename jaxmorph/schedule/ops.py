@@ -73,7 +73,7 @@ class Op(NamedTuple):
             return op
         group = int(last) - op.microbatch + 1
         if op.kind is not OpKind.W or group < 2:
-            raise ValueError(f"got {text!r}, expected a range of a W only, such as W4-7")
+            raise ValueError(f"got {text!r}, expected a range only for W, such as W4-7")
         return op._replace(group=group)
 
 

@@ -95,10 +95,11 @@ def plan(
     if name in _WHOLE_BACKWARDS:
         limits = limits.of_whole_backwards()
     problem = _Problem(costs, links, limits, num_microbatches)
-    _validate(problem, name, warmup_forwards, num_chunks)
+    asked = _Asked(name, warmup_forwards, num_chunks)
+    _validate(problem, asked)
     placement = placement_of(name, costs.num_stages, num_chunks)
     bound_ms = lower_bound_ms(costs, num_microbatches, links, limits, placement)
-    schedule, reason = _order(problem, name, warmup_forwards, num_chunks, bound_ms)
+    schedule, reason = _order(problem, asked, bound_ms)
     require_room(schedule, limits)
     makespan_ms = simulate(schedule, costs, links).makespan_ms
     return Plan(
@@ -126,9 +127,14 @@ class _Problem(NamedTuple):
         return self._replace(limits=limits)
 
 
-def _validate(
-    problem: _Problem, name: str, warmup_forwards: Sequence[int] | None, num_chunks: int
-) -> None:
+class _Asked(NamedTuple):
+    name: str
+    warmup_forwards: Sequence[int] | None = None
+    num_chunks: int = 1
+
+
+def _validate(problem: _Problem, asked: _Asked) -> None:
+    name, warmup_forwards, num_chunks = asked
     if name not in SCHEDULE_NAMES:
         raise UserError(f"schedule: got {name!r}, expected one of {', '.join(SCHEDULE_NAMES)}")
     if problem.num_microbatches < 1:
@@ -144,23 +150,19 @@ def _validate(
     require_feasible(problem.limits, problem.costs.num_stages, problem.num_microbatches)
 
 
-def _order(
-    problem: _Problem,
-    name: str,
-    warmup_forwards: Sequence[int] | None,
-    num_chunks: int,
-    bound_ms: float,
-) -> tuple[Schedule, str]:
-    """The schedule called ``name``, and the reason for its order.
+def _order(problem: _Problem, asked: _Asked, bound_ms: float = 0.0) -> tuple[Schedule, str]:
+    """The schedule that is asked for, and the reason for its order.
 
     It is planned with one W per microbatch; the W are grouped afterwards.
+
+    Args:
+        bound_ms: A step time that no schedule can beat: the search stops there.
     """
     group = problem.limits.weight_group
-    single = problem.of_single_weights
-    schedule, reason = _single_order(single, name, warmup_forwards, num_chunks, bound_ms)
+    schedule, reason = _single_order(problem.of_single_weights, asked, bound_ms)
     schedule = schedule.with_weight_groups(group)
     is_exact = group == 1 and not any(delay.occupies for delay in problem.links.values())
-    if name != "adaptive" or warmup_forwards is not None or is_exact:
+    if asked.name != "adaptive" or asked.warmup_forwards is not None or is_exact:
         return schedule, reason
     schedule = min(
         [schedule, *alternatives(*problem)],
@@ -169,13 +171,8 @@ def _order(
     return schedule, _shortest(schedule)
 
 
-def _single_order(
-    problem: _Problem,
-    name: str,
-    warmup_forwards: Sequence[int] | None,
-    num_chunks: int,
-    bound_ms: float,
-) -> tuple[Schedule, str]:
+def _single_order(problem: _Problem, asked: _Asked, bound_ms: float) -> tuple[Schedule, str]:
+    name, warmup_forwards, num_chunks = asked
     stages, microbatches = problem.costs.num_stages, problem.num_microbatches
     if name == INTERLEAVED:
         return interleaved(stages, microbatches, num_chunks), _FIXED_REASON.format(name)
@@ -227,7 +224,7 @@ def alternatives(
     Where that does not hold, one of these may simulate a shorter step.
     """
     problem = _Problem(costs, links, limits, num_microbatches)
-    made = [_order(problem, name, None, 1, 0.0)[0] for name in _ALTERNATIVES]
+    made = [_order(problem, _Asked(name))[0] for name in _ALTERNATIVES]
     made += _in_blocks(problem)
     return [replace(schedule, name="adaptive") for schedule in made if fits(schedule, limits)]
 
@@ -254,7 +251,7 @@ def _in_blocks(problem: _Problem) -> Iterator[Schedule]:
         require_feasible(limits, costs.num_stages, blocks.num_microbatches)
     except UserError:
         return
-    schedule, _ = _order(blocks, "adaptive", None, 1, 0.0)
+    schedule, _ = _order(blocks, _Asked("adaptive"))
     rows = (tuple(_of_block(order, group)) for order in schedule.orders)
     yield Schedule("adaptive", count, tuple(rows))
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -160,13 +161,25 @@ def test_a_long_message_travels_in_parts(make_pair, part_elements):
     assert pair.sender.counts.slot_waits == 0  # waits between parts do not count
 
 
-def test_a_wait_for_a_slot_is_counted(pair):
+def test_a_wait_for_a_slot_is_counted(pair, monkeypatch):
+    reserve, elapsed_s = pair.sender._plane.reserve, 0.0
+
+    def slow_reserve(name, until_s):
+        nonlocal elapsed_s
+        try:
+            return reserve(name, until_s)
+        finally:
+            elapsed_s += 1.0
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + elapsed_s)
+    monkeypatch.setattr("jaxmorph.runtime.delegated.time", clock)
+    monkeypatch.setattr(pair.sender._plane, "reserve", slow_reserve)
     held = [pair.reserve(microbatch) for microbatch in range(2)]
     assert pair.sender.counts.slot_waits == 0
     with pytest.raises(TimeoutError, match=r"activation\[2\] 0>1 of step 0, epoch 0: .*slot"):
-        pair.reserve(2, wait_s=0.4)
+        pair.reserve(2, wait_s=0.02)
     assert pair.sender.counts.slot_waits == 1
-    assert pair.sender.counts.slot_wait_s >= 0.3  # the deadline counts from a little earlier
+    assert pair.sender.counts.slot_wait_s >= 1.0
     (event,) = pair.sender.events()
     assert event["kind"] == "waited_for_slots"
     assert event["detail"].startswith("1 sends, ")

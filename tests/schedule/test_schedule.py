@@ -31,7 +31,7 @@ def test_what_is_not_an_op_is_refused(text):
 
 @pytest.mark.parametrize("text", ["F0-1", "B0-1", "BW0-1", "W1-1", "W2-1"])
 def test_only_a_w_has_a_range_of_microbatches(text):
-    with pytest.raises(ValueError, match=f"got '{text}', expected a range of a W only"):
+    with pytest.raises(ValueError, match=f"got '{text}', expected a range only for W"):
         Op.parse(text)
 
 
